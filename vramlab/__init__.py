@@ -1,0 +1,47 @@
+"""vramlab: see, predict and shrink the GPU memory of a training step, on any machine.
+
+The names below load on first use, so ``import vramlab`` loads neither torch nor matplotlib nor ipywidgets.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from vramlab.recipe import Recipe
+
+if TYPE_CHECKING:
+    from vramlab import tasks, techniques
+    from vramlab.experiments import compare, run
+    from vramlab.memory.recorder import record
+    from vramlab.notebook.lab import Lab
+    from vramlab.notebook.plots import plot
+    from vramlab.tasks import Task
+    from vramlab.training import train
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Lab": "vramlab.notebook.lab",
+    "Task": "vramlab.tasks",
+    "compare": "vramlab.experiments",
+    "plot": "vramlab.notebook.plots",
+    "record": "vramlab.memory.recorder",
+    "run": "vramlab.experiments",
+    "tasks": "vramlab.tasks",
+    "techniques": "vramlab.techniques",
+    "train": "vramlab.training",
+}
+
+__all__ = ["Lab", "Recipe", "Task", "compare", "plot", "record", "run", "tasks", "techniques", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'vramlab' has no attribute {name!r}; it has {', '.join(__all__)}")
+    home = importlib.import_module(_HOME[name])
+    return home if _HOME[name] == f"vramlab.{name}" else getattr(home, name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

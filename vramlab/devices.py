@@ -1,0 +1,158 @@
+"""Where a run happens: choosing a device, timing it honestly, and asking the driver what the card holds."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, ClassVar, TypeVar
+
+import pynvml
+import torch
+
+from vramlab.memory.trace import DeviceCounters
+
+T = TypeVar("T")
+
+
+def choose_device(device: torch.device | str = "auto") -> torch.device:
+    """The device to use: a named one, or for ``"auto"`` what VRAMLAB_DEVICE says, else CUDA if there is some, else the CPU.
+
+    Raises:
+        ValueError: not a device, or CUDA is asked for and this torch has none (the message says how to get it).
+    """
+    name = str(device)
+    if name == "auto":
+        name = os.environ.get("VRAMLAB_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"A device is 'auto', 'cpu', 'cuda' or 'cuda:1', got {name!r}.") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"Device {name!r} needs CUDA, and torch {torch.__version__} here has none. {cuda_advice() or 'Use cpu.'}")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"Device {name!r} does not exist: there are {torch.cuda.device_count()} CUDA devices, numbered from 0.")
+    return chosen
+
+
+def cuda_advice() -> str:
+    """What to do when the driver sees a card that torch cannot use; empty when there is nothing to mend."""
+    cards = [] if torch.cuda.is_available() else cards_seen_by_driver()
+    if not cards:
+        return ""
+    if torch.version.cuda is None:
+        remedy = (
+            "this torch is a CPU build. Install a CUDA build into the same environment: "
+            "pip install --force-reinstall torch torchvision --index-url https://download.pytorch.org/whl/cu130"
+        )
+    else:
+        remedy = f"torch's CUDA {torch.version.cuda} does not run on this driver: update the NVIDIA driver, or take an older CUDA build."
+    return f"The driver sees {', '.join(cards)}, but {remedy}"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that it was given; nothing on the CPU."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
+class Stopwatch:
+    """Seconds that a block takes on a device, waiting for it before start and before stop.
+
+    ``seconds`` is set when the block ends.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.seconds = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        synchronize(self._device)
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:  # after an error the device may be in no state to wait for
+            synchronize(self._device)
+        self.seconds = time.perf_counter() - self._start
+
+
+class PeakCounters:
+    """Peaks of CUDA's caching allocator over a block; ``result`` stays None on other devices.
+
+    The allocator keeps one peak for all, so a block inside another first saves the outer one's before it resets.
+    """
+
+    _active: ClassVar[list[PeakCounters]] = []
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._allocated = self._reserved = 0
+        self.result: DeviceCounters | None = None
+
+    def __enter__(self) -> PeakCounters:
+        if self._device is not None:
+            self._save_all()
+            torch.cuda.reset_peak_memory_stats(self._device)
+            PeakCounters._active.append(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._device is not None:
+            self._save_all()
+            PeakCounters._active.remove(self)
+            self.result = DeviceCounters(self._allocated, self._reserved, memory_in_use(self._device))
+
+    @staticmethod
+    def _save_all() -> None:
+        for counters in PeakCounters._active:
+            counters._allocated = max(counters._allocated, torch.cuda.max_memory_allocated(counters._device))
+            counters._reserved = max(counters._reserved, torch.cuda.max_memory_reserved(counters._device))
+
+
+def memory_in_use(device: torch.device) -> int | None:
+    """Bytes in use on a CUDA device by everything: contexts, other processes, the desktop. None where NVML has no answer."""
+    # By UUID: CUDA_VISIBLE_DEVICES renumbers devices for torch and not for NVML.
+    uuid = torch.cuda.get_device_properties(device).uuid
+    return _ask_nvml(lambda: int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")).used), None)
+
+
+def cards_seen_by_driver() -> list[str]:
+    """Names of the NVIDIA cards that the driver sees, whatever torch can do; empty without a driver."""
+
+    def names() -> list[str]:
+        handles = (pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount()))
+        return [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+
+    return _ask_nvml(names, [])
+
+
+def _ask_nvml(question: Callable[[], T], otherwise: T) -> T:
+    try:
+        with _nvml():
+            return question()
+    except pynvml.NVMLError:  # no driver, no card, or a platform (WSL, MIG, Jetson) that does not answer this
+        return otherwise
+
+
+@contextmanager
+def _nvml() -> Iterator[None]:
+    pynvml.nvmlInit()
+    try:
+        yield
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def describe() -> dict[str, Any]:
+    """This machine as vramlab sees it: torch's version and CUDA build, the device chosen, the driver's cards, advice."""
+    device = choose_device()
+    return {
+        "torch": torch.__version__,
+        "CUDA build": torch.version.cuda or "none",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "cards seen by the driver": ", ".join(cards_seen_by_driver()) or "none",
+        "advice": cuda_advice() or "nothing to mend",
+    }

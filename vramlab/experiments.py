@@ -1,0 +1,247 @@
+"""run() and compare(): train for some steps and say what it held, how fast it was, and what it learnt."""
+
+from __future__ import annotations
+
+import gc
+import html
+import statistics
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm.auto import tqdm
+
+from vramlab.devices import choose_device
+from vramlab.memory.trace import MemoryBreakdown, MemoryTrace
+from vramlab.recipe import Recipe
+from vramlab.tasks import Task
+from vramlab.training import StepReport, train
+from vramlab.units import format_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass
+class Run:
+    """What a run measured. It can be read while the run goes on, and after it was stopped or has failed."""
+
+    task: Task
+    recipe: Recipe
+    device: torch.device
+    reports: list[StepReport] = field(default_factory=list)
+    status: str = "running"
+    """running, finished, stopped, interrupted, or the error that ended it."""
+    failed_trace: MemoryTrace | None = None
+    """The trace of the step that failed, up to the failure, if it was a recorded one."""
+
+    @property
+    def losses(self) -> list[float]:
+        """The mean loss of each step."""
+        return [r.loss for r in self.reports]
+
+    @property
+    def trace(self) -> MemoryTrace | None:
+        """The recorded step with the highest peak."""
+        traces = [r.memory for r in self.reports if r.memory is not None] + ([self.failed_trace] if self.failed_trace else [])
+        return max(traces, key=_peak, default=None)
+
+    @property
+    def peak(self) -> int | None:
+        """Peak allocated bytes: CUDA's own counter where there is one, else the bytes of all storages. None before the first step."""
+        return _peak(self.trace) if self.trace is not None else None
+
+    @property
+    def breakdown(self) -> MemoryBreakdown:
+        """Bytes by category at the peak."""
+        return self.trace.breakdown() if self.trace is not None else MemoryBreakdown()
+
+    @property
+    def throughput(self) -> float | None:
+        """Items per second: the median over the steps that were not recorded; None if all were (a run of 1 or 2 steps)."""
+        return statistics.median(self._speeds()) if self._speeds() else None
+
+    @property
+    def throughput_range(self) -> tuple[float, float] | None:
+        """Lower and upper quartile of items per second over the steps that were not recorded."""
+        speeds = self._speeds()
+        if not speeds:
+            return None
+        low, _, high = statistics.quantiles(speeds, n=4, method="inclusive") if len(speeds) > 1 else speeds * 3
+        return low, high
+
+    def _speeds(self) -> list[float]:
+        return [r.items_per_second for r in self.reports if r.items_per_second is not None]
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row a step: loss, seconds, items per second, and the peak of the recorded ones (missing elsewhere)."""
+        import pandas as pd
+
+        rows = [(r.step, r.loss, r.seconds, r.items_per_second, _peak(r.memory) if r.memory else None) for r in self.reports]
+        frame = pd.DataFrame(rows, columns=["step", "loss", "seconds", f"{self.task.unit}_per_second", "peak_bytes"])
+        return frame.astype({f"{self.task.unit}_per_second": "float64", "peak_bytes": "Int64"}).set_index("step")
+
+    def _figures(self) -> dict[str, str]:
+        speed, spread = self.throughput, self.throughput_range
+        return {
+            "peak": f"{format_bytes(self.peak)} allocated" if self.peak is not None else "not measured",
+            "throughput": f"{speed:,.0f} {self.task.unit}/s ({spread[0]:,.0f} to {spread[1]:,.0f})" if speed and spread else "not measured",
+            "loss": f"{self.losses[0]:.3f} to {self.losses[-1]:.3f}" if self.reports else "no step",
+            "steps": f"{len(self.reports)}, {self.status}",
+        }
+
+    def __repr__(self) -> str:
+        figures = ", ".join(f"{name} {text}" for name, text in self._figures().items())
+        return f"Run({self.task.name}, {self.recipe}, measured on {self.device}: {figures})"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(f"<tr><td>{name}</td><td>{html.escape(text)}</td></tr>" for name, text in self._figures().items())
+        title = html.escape(f"{self.task.name}: {self.recipe}, measured on {self.device}")
+        return f"<p><b>{title}</b></p><table>{rows}</table>{self.breakdown._repr_html_()}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several runs of one task, side by side; the first is what the others are compared with."""
+
+    runs: list[Run]
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row a recipe: peak bytes, its ratio to the first run's, bytes by category, items per second and ratio, last loss."""
+        import pandas as pd
+
+        first = self.runs[0]
+        rows = []
+        for run in self.runs:
+            row: dict[str, object] = {"peak_bytes": run.peak, "peak_ratio": _ratio(run.peak, first.peak)}
+            row |= {f"{label}_bytes": n for label, n in run.breakdown.items() if any(dict(r.breakdown.items())[label] for r in self.runs)}
+            row |= {f"{run.task.unit}_per_second": run.throughput, "speed_ratio": _ratio(run.throughput, first.throughput)}
+            rows.append(row | {"last_loss": run.losses[-1] if run.losses else None, "status": run.status})
+        return pd.DataFrame(rows, index=pd.Index(recipe_labels([r.recipe for r in self.runs]), name="recipe"))
+
+    def __repr__(self) -> str:
+        peaks = ", ".join(format_bytes(run.peak) if run.peak is not None else run.status for run in self.runs)
+        return f"Comparison({self.runs[0].task.name}: peaks {peaks})"
+
+    def _repr_html_(self) -> str:
+        def shown(name: str, value: object) -> str:
+            if not isinstance(value, int | float) or value != value:
+                return html.escape(str(value)) if isinstance(value, str) else ""
+            return format_bytes(value) if name.endswith("_bytes") else f"{value:,.0f}" if name.endswith("_second") else f"{value:.3f}"
+
+        frame = self.to_frame()
+        head = "".join(f"<th>{name.removesuffix('_bytes').replace('_', ' ')}</th>" for name in frame.columns)
+        body = ""
+        for label, row in zip(frame.index, frame.to_dict("records"), strict=True):
+            cells = "".join(f"<td>{shown(str(name), value)}</td>" for name, value in row.items())
+            body += f"<tr><th style='text-align:left'>{html.escape(label)}</th>{cells}</tr>"
+        title = html.escape(f"{self.runs[0].task.name}, measured on {self.runs[0].device}")
+        return f"<p><b>{title}</b></p><table><tr><th></th>{head}</tr>{body}</table>"
+
+
+def run(
+    task: Task,
+    recipe: Recipe | None = None,
+    *,
+    steps: int = 20,
+    device: torch.device | str = "auto",
+    seed: int = 0,
+    record_every: int = 50,
+    progress: bool = True,
+    on_step: Callable[[Run], bool | None] | None = None,
+) -> Run:
+    """Train for some optimizer steps and measure.
+
+    The same seed gives the same parameters and data for every recipe; the caller's random numbers are untouched.
+
+    Args:
+        task, recipe, device, record_every: see `vramlab.training.train`.
+        steps: optimizer steps, at least 3 for a throughput.
+        seed: of parameters, data and dropout.
+        progress: show a bar.
+        on_step: called after each step with the run so far; returning True stops it.
+
+    Returns:
+        The `Run`. Ctrl-C ends it after the step it falls into and returns what was measured until then.
+
+    Raises:
+        ValueError: ``steps`` below 1; what `train` raises. The exception carries the finished steps as ``error.run``,
+            and the memory of the failed step is released.
+    """
+    if steps < 1:
+        raise ValueError(f"steps is a whole number of at least 1, got {steps}.")
+    result = Run(task, recipe or Recipe(), choose_device(device))
+    devices = [result.device] if result.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices), tqdm(total=steps, desc=task.name, disable=not progress, leave=False) as bar:
+            torch.manual_seed(seed)
+            for report in train(task, result.recipe, result.device, record_every=record_every):
+                result.reports.append(report)
+                bar.set_postfix_str(f"loss {report.loss:.3f}, peak {format_bytes(result.peak or 0)}", refresh=False)
+                bar.update()
+                if (on_step is not None and on_step(result)) or report.step == steps:
+                    break
+        result.status = "finished" if len(result.reports) == steps else "stopped"
+    except KeyboardInterrupt:
+        result.status = "interrupted"
+    except BaseException as error:
+        result.status = f"{type(error).__name__}: {error}"
+        result.failed_trace = getattr(error, "trace", None)
+        error.run = result  # type: ignore[attr-defined]
+        error.add_note(f"{len(result.reports)} finished steps are kept in error.run.")
+        traceback.clear_frames(error.__traceback__)  # their variables hold the model and its activations
+        raise
+    return result
+
+
+def compare(
+    task: Task,
+    recipes: Iterable[Recipe],
+    *,
+    steps: int = 10,
+    device: torch.device | str = "auto",
+    seed: int = 0,
+    progress: bool = True,
+) -> Comparison:
+    """Run several recipes one after the other, each from scratch, and lay them side by side.
+
+    A recipe that runs out of memory gets a row that says so; the others still run.
+
+    Args:
+        task: what is trained.
+        recipes: the first is what the others are compared with.
+        steps, device, seed, progress: see `run`.
+
+    Raises:
+        ValueError: no recipe.
+    """
+    runs = []
+    for recipe in recipes:
+        try:
+            runs.append(run(task, recipe, steps=steps, device=device, seed=seed, progress=progress))
+        except torch.OutOfMemoryError as error:
+            runs.append(error.run)  # type: ignore[attr-defined]
+        gc.collect()  # a model in a reference cycle would count in the next run's device memory
+    if not runs:
+        raise ValueError("compare() needs at least one recipe, got none.")
+    return Comparison(runs)
+
+
+def recipe_labels(recipes: list[Recipe]) -> list[str]:
+    """Short names that tell the recipes apart: the first in full, of the others what differs from it."""
+    first = recipes[0]
+    labels = [str(first)]
+    for recipe in recipes[1:]:
+        changed = [f"{n.replace('_', ' ')} {getattr(recipe, n)}" for n in vars(recipe) if getattr(recipe, n) != getattr(first, n)]
+        labels.append("+ " + ", ".join(changed) if changed else "the same")
+    return labels
+
+
+def _peak(trace: MemoryTrace) -> int:
+    return trace.counters.allocated if trace.counters is not None else trace.peak
+
+
+def _ratio(value: float | None, reference: float | None) -> float | None:
+    return value / reference if value is not None and reference else None

@@ -1,0 +1,201 @@
+"""The one training loop: a Task and a Recipe on a device, a report for every optimizer step."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from vramlab.devices import Stopwatch, choose_device
+from vramlab.memory.recorder import record
+from vramlab.memory.trace import MemoryTrace
+from vramlab.recipe import Recipe
+from vramlab.tasks import Task
+from vramlab.techniques.accumulation import Window
+from vramlab.techniques.checkpointing import checkpoint_blocks
+from vramlab.techniques.precision import Precision
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one optimizer step did."""
+
+    step: int
+    """Counted from 1."""
+    loss: float
+    """Mean over the window's items."""
+    seconds: float
+    items_per_second: float | None
+    """None for a recorded step: recording costs time, so throughput comes from the others."""
+    memory: MemoryTrace | None
+    """The step's trace if it was recorded."""
+    skipped: bool = False
+    """The loss scaler found an infinite gradient and left the parameters as they were."""
+
+
+def train(
+    task: Task,
+    recipe: Recipe,
+    device: torch.device | str = "auto",
+    *,
+    record_every: int = 50,
+    learning_rate: float = 1e-3,
+) -> Iterator[StepReport]:
+    """Train without end, one optimizer step a window; the caller decides when to stop.
+
+    Steps 1 and 2 (the optimizer's state appears during the first) and every ``record_every``-th are recorded. Ctrl-C
+    waits for the end of the step, a second one does not.
+
+    Args:
+        task: what is trained.
+        recipe: how memory is saved.
+        device: see `vramlab.devices.choose_device`.
+        record_every: record each k-th step.
+        learning_rate: of the optimizer.
+
+    Yields:
+        A `StepReport` an optimizer step. If a step fails, the exception carries the trace so far as ``trace``.
+
+    Raises:
+        NotImplementedError: options of the recipe that are not carried out yet, by name.
+        TypeError, ValueError: a Task whose loss is not a scalar sum with a graph and a count, a model without parameters.
+    """
+    _refuse_not_carried_out(recipe)
+    device = choose_device(device)
+    precision = Precision(recipe.precision, loss_scale=recipe.loss_scale)
+    model = precision.prepare(task.model().to(device).train())
+    if recipe.checkpointing == "blocks":
+        checkpoint_blocks(model, every=recipe.checkpoint_every)
+    optimizer = build_optimizer(model, recipe, learning_rate)
+
+    for step in itertools.count(1):
+        recorded = step <= 2 or step % record_every == 0
+        with deferred_interrupt() as interrupted:
+            with keep_trace(record(model, optimizer)) if recorded else nullcontext() as trace, Stopwatch(device) as watch:
+                window, stepped = train_window(task, recipe, model, optimizer, precision, device)
+                loss = window.loss  # reads the value, so it waits for the device
+        speed = None if recorded else window.count / watch.seconds
+        yield StepReport(step, loss, watch.seconds, speed, trace, skipped=not stepped)
+        if interrupted:
+            raise KeyboardInterrupt
+
+
+def train_window(
+    task: Task, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision, device: torch.device
+) -> tuple[Window, bool]:
+    """One optimizer step over a window of micro-batches; returns the window and whether the parameters moved."""
+    window = Window(recipe.accumulation)
+    for _ in range(recipe.accumulation):
+        batch = precision.inputs(task.batch(recipe.micro_batch, device))
+        with precision.autocast(device):
+            total, count = checked_loss(task.loss(model, batch))
+        precision.backward(window.share(total, count))
+    window.close(model.parameters())
+    stepped = precision.step(optimizer, recipe.clip_norm)
+    optimizer.zero_grad()
+    return window, stepped
+
+
+def build_optimizer(model: nn.Module, recipe: Recipe, learning_rate: float) -> torch.optim.Optimizer:
+    """The recipe's optimizer over all parameters that are trained.
+
+    Raises:
+        ValueError: the model has none.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError(f"Training needs parameters with requires_grad, and {type(model).__name__} has none.")
+    kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[recipe.optimizer]
+    return kind(parameters, lr=learning_rate, foreach=recipe.optimizer_impl == "foreach", fused=recipe.optimizer_impl == "fused")
+
+
+def checked_loss(result: Any) -> tuple[torch.Tensor, int]:
+    """What ``Task.loss`` returned, if it is a summed loss and a count.
+
+    Raises:
+        TypeError: not a pair of a tensor and a whole number.
+        ValueError: the tensor is not a scalar or has no graph, or the count is negative.
+    """
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], torch.Tensor):
+        raise TypeError(
+            f"Task.loss returns (sum of losses, number of items), got {_short(result)}; return for example (loss.sum(), len(loss))."
+        )
+    total, count = result
+    if isinstance(count, torch.Tensor) and count.numel() == 1 and not count.is_floating_point():
+        count = int(count)
+    if not isinstance(count, int):
+        raise TypeError(f"Task.loss returns a whole number of items as its second value, got {_short(count)}.")
+    if count < 0:
+        raise ValueError(f"Task.loss returns a number of items of at least 0, got {count}.")
+    if total.dim() != 0:
+        raise ValueError(f"Task.loss returns one number, the sum of the losses, got shape {tuple(total.shape)}; add .sum().")
+    if not total.requires_grad:
+        raise ValueError(
+            "Task.loss returns a loss that leads back to parameters, and this one has no grad; drop .detach(), .item() or no_grad."
+        )
+    return total, count
+
+
+@contextmanager
+def keep_trace(recorder: Any) -> Iterator[MemoryTrace]:
+    """A recorder whose trace an exception takes along, as its attribute ``trace``."""
+    with recorder as trace:
+        try:
+            yield trace
+        except BaseException as error:
+            error.trace = trace  # type: ignore[attr-defined]
+            raise
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[list[int]]:
+    """Let Ctrl-C wait for the end of the block: the list then holds the signal. A second Ctrl-C acts at once."""
+    previous = signal.getsignal(signal.SIGINT)
+    waiting: list[int] = []
+    # Only the main thread gets signals; a handler set by other means than Python's is left alone.
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield waiting
+        return
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        if waiting:
+            previous(number, frame)
+        waiting.append(number)
+
+    signal.signal(signal.SIGINT, wait)
+    try:
+        yield waiting
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+_CARRIED_OUT = {
+    "precision": ("fp32", "amp-fp16", "amp-bf16", "bf16"),
+    "checkpointing": ("none", "blocks"),
+    "optimizer": ("adamw", "sgd"),
+    "offload": ("none",),
+    "optimizer_in_backward": (False,),
+    "attention": ("sdpa",),
+    "loss_chunks": (1,),
+    "parallel": ("none",),
+}
+
+
+def _refuse_not_carried_out(recipe: Recipe) -> None:
+    missing = [f"{name}={getattr(recipe, name)!r}" for name, done in _CARRIED_OUT.items() if getattr(recipe, name) not in done]
+    if missing:
+        known = "; ".join(f"{name}: {', '.join(map(repr, done))}" for name, done in _CARRIED_OUT.items())
+        raise NotImplementedError(f"train() does not carry out {', '.join(missing)} yet. What it does: {known}.")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) < 80 else text[:77] + '...'}"
