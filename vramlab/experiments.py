@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import html
 import statistics
+import threading
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -22,6 +23,10 @@ from vramlab.units import format_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
+
+# Torch's random numbers, the device's peak counters and the machine's speed are shared by all threads.
+_alone = threading.Lock()
+PATIENCE = 20.0  # seconds that a run waits for another, such as a lab's two measured steps
 
 
 @dataclass
@@ -44,9 +49,9 @@ class Run:
 
     @property
     def trace(self) -> MemoryTrace | None:
-        """The recorded step with the highest peak."""
+        """The recorded step with the highest peak, the latest of equal ones."""
         traces = [r.memory for r in self.reports if r.memory is not None] + ([self.failed_trace] if self.failed_trace else [])
-        return max(traces, key=_peak, default=None)
+        return max(reversed(traces), key=_peak, default=None)
 
     @property
     def peak(self) -> int | None:
@@ -167,12 +172,31 @@ def run(
         The `Run`. Ctrl-C ends it after the step it falls into and returns what was measured until then.
 
     Raises:
+        RuntimeError: another run in this process does not end within 20 seconds.
         ValueError: ``steps`` below 1; what `train` raises. The exception carries the finished steps as ``error.run``,
             and the memory of the failed step is released.
     """
     if steps < 1:
         raise ValueError(f"steps is a whole number of at least 1, got {steps}.")
-    result = Run(task, recipe or Recipe(), choose_device(device))
+    if not _alone.acquire(timeout=PATIENCE):
+        raise RuntimeError("One run at a time: another one is going on in this process (in a Lab, say). Stop it first.")
+    try:
+        return _run_alone(task, recipe or Recipe(), steps, choose_device(device), seed, record_every, progress, on_step)
+    finally:
+        _alone.release()
+
+
+def _run_alone(
+    task: Task,
+    recipe: Recipe,
+    steps: int,
+    device: torch.device,
+    seed: int,
+    record_every: int,
+    progress: bool,
+    on_step: Callable[[Run], bool | None] | None,
+) -> Run:
+    result = Run(task, recipe, device)
     devices = [result.device] if result.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices), tqdm(total=steps, desc=task.name, disable=not progress, leave=False) as bar:
@@ -231,12 +255,9 @@ def compare(
 
 def recipe_labels(recipes: list[Recipe]) -> list[str]:
     """Short names that tell the recipes apart: the first in full, of the others what differs from it."""
-    first = recipes[0]
-    labels = [str(first)]
-    for recipe in recipes[1:]:
-        changed = [f"{n.replace('_', ' ')} {getattr(recipe, n)}" for n in vars(recipe) if getattr(recipe, n) != getattr(first, n)]
-        labels.append("+ " + ", ".join(changed) if changed else "the same")
-    return labels
+    first, *others = recipes
+    changed = [[name for name in vars(r) if getattr(r, name) != getattr(first, name)] for r in others]
+    return [str(first), *("+ " + r.words(names) if names else "the same" for r, names in zip(others, changed, strict=True))]
 
 
 def _peak(trace: MemoryTrace) -> int:

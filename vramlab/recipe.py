@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -102,13 +103,13 @@ class Recipe:
         return f"Recipe({', '.join(f'{name}={value!r}' for name, value in self.changes().items())})"
 
     def __str__(self) -> str:
-        """A short label for tables and plots: ``amp-bf16, micro-batch 8, checkpointing blocks, adamw``."""
-        words = [self.precision, f"micro-batch {self.micro_batch}"]
-        if self.accumulation > 1:
-            words[-1] += f" x {self.accumulation}"
-        shown = {"precision", "micro_batch", "accumulation", "optimizer"}
-        words += [f"{name.replace('_', ' ')} {value}" for name, value in self.changes().items() if name not in shown]
-        return ", ".join([*words, self.optimizer])
+        """A short label for tables and plots: ``fp32, micro batch 8, adamw``."""
+        return self.words(["precision", "micro_batch", *self.changes(), "optimizer"])
+
+    def words(self, names: Iterable[str]) -> str:
+        """Some options in words, each once: ``amp-bf16, micro batch 4, checkpointing blocks``."""
+        plain = ("precision", "optimizer")  # their values speak for themselves
+        return ", ".join(f"{getattr(self, n)}" if n in plain else f"{n.replace('_', ' ')} {getattr(self, n)}" for n in dict.fromkeys(names))
 
 
 @functools.cache

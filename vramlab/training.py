@@ -177,7 +177,8 @@ def deferred_interrupt() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, previous)
 
 
-_CARRIED_OUT = {
+# What this version of train() does; the rest of Recipe's options is refused by name.
+CARRIED_OUT = {
     "precision": ("fp32", "amp-fp16", "amp-bf16", "bf16"),
     "checkpointing": ("none", "blocks"),
     "optimizer": ("adamw", "sgd"),
@@ -190,9 +191,9 @@ _CARRIED_OUT = {
 
 
 def _refuse_not_carried_out(recipe: Recipe) -> None:
-    missing = [f"{name}={getattr(recipe, name)!r}" for name, done in _CARRIED_OUT.items() if getattr(recipe, name) not in done]
+    missing = [f"{name}={getattr(recipe, name)!r}" for name, done in CARRIED_OUT.items() if getattr(recipe, name) not in done]
     if missing:
-        known = "; ".join(f"{name}: {', '.join(map(repr, done))}" for name, done in _CARRIED_OUT.items())
+        known = "; ".join(f"{name}: {', '.join(map(repr, done))}" for name, done in CARRIED_OUT.items())
         raise NotImplementedError(f"train() does not carry out {', '.join(missing)} yet. What it does: {known}.")
 
 

@@ -1,0 +1,189 @@
+"""plot(): the memory of a trace, a run or a comparison, drawn into given axes or a new picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import singledispatch
+from itertools import pairwise
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from vramlab.experiments import Comparison, Run, recipe_labels
+from vramlab.memory.trace import Category, MemoryBreakdown, MemoryTrace
+from vramlab.notebook.style import RC, Picture, byte_unit
+from vramlab.units import format_bytes
+
+PHASE_SHADES = {"forward": "#ffffff", "backward": "#f1f3f5", "step": "#e3e7ea", "build": "#fafafa"}
+POINTS = 2000  # more than a picture has columns
+
+
+def plot(thing: Any, ax: Axes | None = None) -> Picture | Axes:
+    """Draw a MemoryTrace, MemoryBreakdown, Run or Comparison.
+
+    Args:
+        thing: what to draw.
+        ax: axes to draw its memory into; None makes a new picture, which a notebook shows.
+
+    Returns:
+        The axes that were given, else the picture (a matplotlib ``Figure``).
+
+    Raises:
+        TypeError: nothing that can be drawn.
+    """
+    with mpl.rc_context(RC) if ax is None else nullcontext():
+        return _plot(thing, ax)
+
+
+@singledispatch
+def _plot(thing: Any, ax: Axes | None) -> Picture | Axes:
+    raise TypeError(f"plot() draws a MemoryTrace, MemoryBreakdown, Run or Comparison, got {type(thing).__name__}.")
+
+
+@_plot.register
+def _(trace: MemoryTrace, ax: Axes | None) -> Picture | Axes:
+    if ax is not None:
+        return draw_timeline(ax, trace)
+    picture = Picture(9, 3.4)
+    (ax,) = picture.axes_row(1)
+    draw_timeline(ax, trace)
+    draw_legend(picture, [trace.breakdown()])
+    picture.summary = f"Memory through one step: peak {format_bytes(trace.peak)} in {trace.peak_phase}."
+    return picture
+
+
+@_plot.register
+def _(breakdown: MemoryBreakdown, ax: Axes | None) -> Picture | Axes:
+    if ax is not None:
+        return draw_breakdowns(ax, {"": breakdown})
+    picture = Picture(9, 1.6)
+    (ax,) = picture.axes_row(1)
+    draw_breakdowns(ax, {"": breakdown})
+    draw_legend(picture, [breakdown])
+    picture.summary = f"Memory by category: {format_bytes(breakdown.total)}."
+    return picture
+
+
+@_plot.register
+def _(run: Run, ax: Axes | None) -> Picture | Axes:
+    if run.trace is None:
+        raise ValueError(f"This run has no recorded step to draw; its status is {run.status!r}.")
+    if ax is not None:
+        return draw_timeline(ax, run.trace)
+    picture = Picture(11, 3.4)
+    memory, speed, loss = picture.axes_row(2.2, 1, 1)
+    draw_timeline(memory, run.trace)
+    draw_series(speed, f"{run.task.unit}/s", [r.step for r in run.reports if r.items_per_second], run._speeds())
+    draw_series(loss, "loss", [r.step for r in run.reports], run.losses)
+    draw_legend(picture, [run.breakdown])
+    picture.summary = f"{run.task.name}, {run.recipe}: peak {format_bytes(run.peak or 0)}."
+    return picture
+
+
+@_plot.register
+def _(comparison: Comparison, ax: Axes | None) -> Picture | Axes:
+    labels = recipe_labels([r.recipe for r in comparison.runs])
+    breakdowns = {f"{i}  {label}": r.breakdown for i, (label, r) in enumerate(zip(labels, comparison.runs, strict=True), 1)}
+    if ax is not None:
+        return draw_breakdowns(ax, breakdowns)
+    picture = Picture(11, 1.3 + 0.42 * len(breakdowns))
+    memory, speed = picture.axes_row(2.6, 1)
+    draw_breakdowns(memory, breakdowns)
+    draw_speeds(speed, comparison.runs)
+    draw_legend(picture, list(breakdowns.values()))
+    picture.summary = "Peaks: " + ", ".join(
+        f"{label} {format_bytes(b.total)}" for label, b in zip(labels, breakdowns.values(), strict=True)
+    )
+    return picture
+
+
+def draw_timeline(ax: Axes, trace: MemoryTrace) -> Axes:
+    """Memory after every event, stacked by category, phases shaded, the peak marked with its value and phase."""
+    frame = trace.timeline().iloc[max(0, trace.events.seeds - 1) :]
+    bytes_ = frame[[c.label for c in Category]].to_numpy()  # (events, categories)
+    kept = _highest_of_each(bytes_.sum(1))
+    unit, name = byte_unit(trace.peak)
+    ax.stackplot(kept, bytes_[kept].T / unit, colors=[c.color for c in Category], step="post", linewidth=0)
+    top = trace.peak / unit * 1.25
+    for phase, start, end in _stretches(frame["phase"].tolist()):
+        ax.axvspan(start, end, color=PHASE_SHADES[phase], zorder=-1, linewidth=0)
+        if end - start > len(frame) / 15:
+            ax.text((start + end) / 2, top * 0.985, phase, ha="center", va="top", color="#666666")
+    if len(frame):
+        at = int(bytes_.sum(1).argmax())
+        right = at > len(frame) / 2  # the text goes to the emptier side
+        ax.plot([at], [trace.peak / unit], "o", color="black", markersize=4)
+        ax.annotate(
+            f"{format_bytes(trace.peak)} in {trace.peak_phase}",
+            (at, trace.peak / unit),
+            (-7 if right else 7, 3),
+            textcoords="offset points",
+            ha="right" if right else "left",
+            fontweight="bold",
+        )
+    ax.set(xlim=(0, max(1, len(frame) - 1)), ylim=(0, top or 1), xlabel="allocations and releases", ylabel=f"allocated ({name})")
+    return ax
+
+
+def draw_breakdowns(ax: Axes, breakdowns: dict[str, MemoryBreakdown]) -> Axes:
+    """One stacked bar for each breakdown, from top to bottom, with its total beside."""
+    unit, name = byte_unit(max((b.total for b in breakdowns.values()), default=0))
+    left = np.zeros(len(breakdowns))
+    rows = np.arange(len(breakdowns))
+    for category in Category:
+        widths = np.array([dict(b.items())[category.label] for b in breakdowns.values()]) / unit
+        ax.barh(rows, widths, left=left, height=0.68, color=category.color, edgecolor="white", linewidth=0.5)
+        left += widths
+    for row, (end, breakdown) in enumerate(zip(left, breakdowns.values(), strict=True)):
+        ax.annotate(format_bytes(breakdown.total), (end, row), (4, 0), textcoords="offset points", va="center", fontweight="bold")
+    ax.set_yticks(rows, list(breakdowns))
+    ax.tick_params(axis="y", length=0)
+    ax.set(xlabel=f"allocated at the peak ({name})", xlim=(0, left.max(initial=0) * 1.18 or 1), ylim=(len(breakdowns) - 0.5, -0.5))
+    return ax
+
+
+def draw_speeds(ax: Axes, runs: Sequence[Run]) -> Axes:
+    """Items per second of each run, the quartiles as a thin line."""
+    rows = np.arange(len(runs))
+    ax.barh(rows, [run.throughput or 0 for run in runs], height=0.68, color="#495057")
+    for row, run in enumerate(runs):
+        if run.throughput_range is not None:
+            ax.plot(run.throughput_range, (row, row), color="#adb5bd", linewidth=3)
+    ax.set_yticks(rows, [""] * len(runs))
+    ax.tick_params(axis="y", length=0)
+    ax.set(xlabel=f"{runs[0].task.unit}/s (measured)", ylim=(len(runs) - 0.5, -0.5))
+    return ax
+
+
+def draw_series(ax: Axes, title: str, steps: Sequence[int], values: Sequence[float]) -> Axes:
+    """A quantity over steps."""
+    ax.plot(steps, values, color="#495057", marker="o" if len(steps) < 3 else "", markersize=4)
+    ax.set(title=title, xlabel="step", xlim=(1, max([10, *steps])), ylim=(0, max([*values, 0.0]) * 1.15 or 1))
+    ax.grid(axis="y")
+    return ax
+
+
+def draw_legend(picture: Picture, breakdowns: Sequence[MemoryBreakdown]) -> None:
+    """The categories that can be seen, below the axes."""
+    visible = max((b.total for b in breakdowns), default=0) / 1000
+    present = [c for c in Category if any(dict(b.items())[c.label] > visible for b in breakdowns)]
+    handles = [Patch(color=c.color, label=c.label) for c in present]
+    picture.legend(handles=handles, loc="outside lower left", ncols=len(handles), handlelength=1.2, columnspacing=1.4, frameon=False)
+
+
+def _highest_of_each(totals: np.ndarray) -> np.ndarray:
+    """Indices of at most POINTS events: all, or the highest of each stretch, so that no peak gets lost."""
+    if len(totals) <= POINTS:
+        return np.arange(len(totals))
+    edges = np.linspace(0, len(totals), POINTS + 1).astype(int)
+    return np.array([a + totals[a:b].argmax() for a, b in pairwise(edges)])
+
+
+def _stretches(phases: list[str]) -> list[tuple[str, int, int]]:
+    """Runs of equal phases as (phase, first, last + 1)."""
+    cuts = [0, *(i for i in range(1, len(phases)) if phases[i] != phases[i - 1]), len(phases)]
+    return [(phases[a], a, b) for a, b in pairwise(cuts) if b > a]
