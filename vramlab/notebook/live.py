@@ -54,7 +54,7 @@ class LivePlot:
 
     def picture(self) -> Picture:
         """The figure as it is now."""
-        picture = Picture(11, 3.2)
+        picture = Picture(11, 3.2, fixed=True)
         self.frames += 1
         with mpl.rc_context(RC):
             memory, speed, loss = picture.axes_row(2.2, 1, 1)
@@ -63,7 +63,7 @@ class LivePlot:
             trace = next((r.memory for r in reversed(reports) if r.memory is not None), None)
             if trace is not None:
                 draw_timeline(memory, trace)
-                draw_legend(picture, [trace.breakdown()])
+                draw_legend(picture, [trace])
             else:
                 memory.set(xlabel="allocations and releases", ylabel="allocated", xticks=[], yticks=[])
                 memory.text(0.5, 0.5, "Start draws here", ha="center", va="center", color="#868e96", transform=memory.transAxes)

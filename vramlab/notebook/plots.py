@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import singledispatch
 from itertools import pairwise
@@ -19,6 +19,7 @@ from vramlab.notebook.style import RC, Picture, byte_unit
 from vramlab.units import format_bytes
 
 PHASE_SHADES = {"forward": "#ffffff", "backward": "#f1f3f5", "step": "#e3e7ea", "build": "#fafafa"}
+_LABELS = [c.label for c in Category]
 POINTS = 2000  # more than a picture has columns
 
 
@@ -51,7 +52,7 @@ def _(trace: MemoryTrace, ax: Axes | None) -> Picture | Axes:
     picture = Picture(9, 3.4)
     (ax,) = picture.axes_row(1)
     draw_timeline(ax, trace)
-    draw_legend(picture, [trace.breakdown()])
+    draw_legend(picture, [trace])
     picture.summary = f"Memory through one step: peak {format_bytes(trace.peak)} in {trace.peak_phase}."
     return picture
 
@@ -79,7 +80,7 @@ def _(run: Run, ax: Axes | None) -> Picture | Axes:
     draw_timeline(memory, run.trace)
     draw_series(speed, f"{run.task.unit}/s", [r.step for r in run.reports if r.items_per_second], run._speeds())
     draw_series(loss, "loss", [r.step for r in run.reports], run.losses)
-    draw_legend(picture, [run.breakdown])
+    draw_legend(picture, [run.trace])
     picture.summary = f"{run.task.name}, {run.recipe}: peak {format_bytes(run.peak or 0)}."
     return picture
 
@@ -94,7 +95,7 @@ def _(comparison: Comparison, ax: Axes | None) -> Picture | Axes:
     memory, speed = picture.axes_row(2.6, 1)
     draw_breakdowns(memory, breakdowns)
     draw_speeds(speed, comparison.runs)
-    draw_legend(picture, list(breakdowns.values()))
+    draw_legend(picture, breakdowns.values())
     picture.summary = "Peaks: " + ", ".join(
         f"{label} {format_bytes(b.total)}" for label, b in zip(labels, breakdowns.values(), strict=True)
     )
@@ -104,7 +105,7 @@ def _(comparison: Comparison, ax: Axes | None) -> Picture | Axes:
 def draw_timeline(ax: Axes, trace: MemoryTrace) -> Axes:
     """Memory after every event, stacked by category, phases shaded, the peak marked with its value and phase."""
     frame = trace.timeline().iloc[max(0, trace.events.seeds - 1) :]
-    bytes_ = frame[[c.label for c in Category]].to_numpy()  # (events, categories)
+    bytes_ = frame[_LABELS].to_numpy()  # (events, categories)
     kept = _highest_of_each(bytes_.sum(1))
     unit, name = byte_unit(trace.peak)
     ax.stackplot(kept, bytes_[kept].T / unit, colors=[c.color for c in Category], step="post", linewidth=0)
@@ -167,12 +168,15 @@ def draw_series(ax: Axes, title: str, steps: Sequence[int], values: Sequence[flo
     return ax
 
 
-def draw_legend(picture: Picture, breakdowns: Sequence[MemoryBreakdown]) -> None:
+def draw_legend(picture: Picture, shown: Iterable[MemoryTrace | MemoryBreakdown]) -> None:
     """The categories that can be seen, below the axes."""
-    visible = max((b.total for b in breakdowns), default=0) / 1000
-    present = [c for c in Category if any(dict(b.items())[c.label] > visible for b in breakdowns)]
-    handles = [Patch(color=c.color, label=c.label) for c in present]
-    picture.legend(handles=handles, loc="outside lower left", ncols=len(handles), handlelength=1.2, columnspacing=1.4, frameon=False)
+    highest = np.zeros(len(Category))
+    for item in shown:
+        rows = item.timeline()[_LABELS].to_numpy() if isinstance(item, MemoryTrace) else [[n for _, n in item.items()]]
+        highest = np.maximum(highest, np.max(rows, axis=0, initial=0))
+    handles = [Patch(color=c.color, label=c.label) for c in Category if highest[c] > highest.sum() / 1000]
+    where: Any = "lower left" if picture.get_layout_engine() is None else "outside lower left"
+    picture.legend(handles=handles, loc=where, ncols=max(1, len(handles)), handlelength=1.2, columnspacing=1.4, frameon=False)
 
 
 def _highest_of_each(totals: np.ndarray) -> np.ndarray:

@@ -39,12 +39,14 @@ class Picture(Figure):
 
     Args:
         width, height: inches, at 100 pixels an inch in the notebook.
+        fixed: keep set margins instead of fitting them to the labels, which costs as long as drawing.
     """
 
-    def __init__(self, width: float, height: float) -> None:
+    def __init__(self, width: float, height: float, *, fixed: bool = False) -> None:
         with mpl.rc_context(RC):
-            super().__init__(figsize=(width, height), dpi=100, layout="constrained")
-        FigureCanvasAgg(self)
+            super().__init__(figsize=(width, height), dpi=100, layout=None if fixed else "constrained")
+        if fixed:
+            self.subplots_adjust(left=0.07, right=0.99, top=0.9, bottom=0.26, wspace=0.2)
         self.summary = "vramlab figure"
 
     def axes_row(self, *widths: float) -> list[Axes]:
@@ -56,8 +58,11 @@ class Picture(Figure):
     def png(self, scale: float = 2.0) -> bytes:
         """The picture, ``scale`` times as many pixels as it is shown with."""
         buffer = io.BytesIO()
+        canvas = FigureCanvasAgg(self)  # its own, since savefig() would draw everything twice
         with mpl.rc_context(RC):
-            self.savefig(buffer, format="png", dpi=100 * scale)
+            self.set_dpi(100 * scale)
+            canvas.print_png(buffer)
+            self.set_dpi(100)
         return buffer.getvalue()
 
     def __repr__(self) -> str:
