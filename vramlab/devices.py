@@ -25,7 +25,9 @@ def choose_device(device: torch.device | str = "auto") -> torch.device:
     """
     name = str(device)
     if name == "auto":
-        name = os.environ.get("VRAMLAB_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
+        name = os.environ.get("VRAMLAB_DEVICE", "auto")
+    if name in ("", "auto"):
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         chosen = torch.device(name)
     except RuntimeError as error:
@@ -55,7 +57,9 @@ def cuda_advice() -> str:
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all that it was given; nothing on the CPU."""
     if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
+        module = torch.get_device_module(device)
+        # Without an index the current device is meant, and some backends have only one.
+        module.synchronize() if device.index is None else module.synchronize(device)
 
 
 class Stopwatch:

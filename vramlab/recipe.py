@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
@@ -110,6 +111,11 @@ class Recipe:
         """Some options in words, each once: ``amp-bf16, micro batch 4, checkpointing blocks``."""
         plain = ("precision", "optimizer")  # their values speak for themselves
         return ", ".join(f"{getattr(self, n)}" if n in plain else f"{n.replace('_', ' ')} {getattr(self, n)}" for n in dict.fromkeys(names))
+
+
+# Else Shift-Tab would show __new__'s *args and **options.
+_init = inspect.signature(Recipe.__init__)
+Recipe.__signature__ = _init.replace(parameters=list(_init.parameters.values())[1:])  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -21,12 +21,13 @@ def format_bytes(nbytes: float) -> str:
     Returns:
         ``"512 B"``, ``"1.50 KiB"``, ``"9.44 GiB"``: two decimals, never "GB" for 2**30.
     """
+    nbytes = round(nbytes)
     size = abs(nbytes)
     for unit, name in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
         # 1023.996 KiB would print as "1024.00 KiB": it is written as 1.00 MiB instead.
         if size >= unit or round(size / (unit >> 10), 2) >= 1024:
             return f"{nbytes / unit:,.2f} {name}"
-    return f"{nbytes:.0f} B"
+    return f"{nbytes} B"
 
 
 def parse_bytes(size: int | str) -> int:
@@ -45,7 +46,7 @@ def parse_bytes(size: int | str) -> int:
     if isinstance(size, int) and not isinstance(size, bool):
         number, unit = float(size), "b"
     elif isinstance(size, str):
-        match = re.fullmatch(r"\s*([+-]?\d[\d_,]*\.?\d*|\.\d+)\s*([a-zA-Z]*)\s*", size)
+        match = re.fullmatch(r"\s*([+-]?(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)\.?\d*|\.\d+)\s*([a-zA-Z]*)\s*", size)
         unit = (match[2] or "b").lower() if match else ""
         if not match or unit not in _READ:
             raise ValueError(f"A size is a number and a unit (B, KiB, MiB, GiB), got {size!r}; write for example '12 GiB'.")

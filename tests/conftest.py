@@ -1,0 +1,64 @@
+"""The same start for every test: the CPU, one thread, one seed. In CI a test that did not run is a failure."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+# A test that needs CUDA names the device itself.
+os.environ.setdefault("VRAMLAB_DEVICE", "cpu")
+
+import torch
+
+ALLOWED_SKIPS = {
+    r"needs CUDA": "CI has no GPU",
+}
+"""Skips that CI accepts: a pattern found in ``test id: reason``, and why it is fine."""
+
+_refused_skips: list[str] = []
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)  # small tensors: more threads only wait for one another
+
+
+@pytest.fixture(autouse=True)
+def _one_seed() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if not hasattr(report, "wasxfail"):  # an expected failure is reported as a skip too, but it ran
+        _note_skip(report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    _note_skip(report)  # a whole module that skips itself
+
+
+def _note_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if report.skipped:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        skip = f"{report.nodeid}: {reason.removeprefix('Skipped: ')}"
+        if not any(re.search(pattern, skip) for pattern in ALLOWED_SKIPS):
+            _refused_skips.append(skip)
+
+
+def _skips_fail() -> bool:
+    return bool(_refused_skips) and os.environ.get("CI") == "true"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _skips_fail() and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _skips_fail():
+        terminalreporter.section("skipped, which CI does not accept", red=True)
+        for skip in _refused_skips:
+            terminalreporter.write_line(skip)
+        terminalreporter.write_line("Install what these tests need, or add the reason to ALLOWED_SKIPS in tests/conftest.py.")

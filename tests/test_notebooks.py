@@ -1,0 +1,190 @@
+"""What every committed notebook keeps to, read from its JSON; that its outputs are right is nbval's part."""
+
+import ast
+import itertools
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vramlab
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+CHECKS = "vramlab.notebook.exercises"  # what exercises are checked with
+LIBRARIES = {"torch", "numpy", *sys.stdlib_module_names}
+# What fails when outputs are compared, or does not work in every front end.
+FORBIDDEN = re.compile(r"\bclear_output\b|\bOutput\(|\binteract\b|^\s*%%?time", re.MULTILINE)
+ABSOLUTE_PATH = re.compile(r"(?<![\w.~-])(?:/(?:work|root|home|tmp|usr|opt|mnt|Users)/\w|[A-Z]:\\+\w)")
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid escape sequence")  # of the code read, not of this
+
+
+def cells(notebook: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == kind]
+
+
+def source(cell: dict[str, Any]) -> str:
+    return "".join(cell["source"])
+
+
+def tags(cell: dict[str, Any]) -> list[str]:
+    return cell["metadata"].get("tags", [])
+
+
+def python(cell: dict[str, Any]) -> str:
+    """A code cell as plain Python: without magics, shell lines and questions."""
+    return re.sub(r"(^\s*|=\s*)[%!].*$|^[\w.]+\?+$", r"\g<1>0", source(cell), flags=re.MULTILINE)
+
+
+def texts(value: object) -> Iterator[str]:
+    """Every text in a cell's source or outputs, but for pictures."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        # The notebook format cuts texts into lines.
+        yield from ["".join(value)] if all(isinstance(part, str) for part in value) else itertools.chain(*map(texts, value))
+    elif isinstance(value, dict):
+        yield from itertools.chain(*(texts(part) for name, part in value.items() if not name.startswith("image/")))
+
+
+def strangers(code: str) -> Iterator[str]:
+    """Imports and attributes that a reader of the course is not meant to need."""
+    names = set()
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name == "vramlab":
+                    names.add(alias.asname or alias.name)
+                elif alias.name.split(".")[0] not in LIBRARIES:
+                    yield f"import {alias.name}"
+        elif isinstance(node, ast.ImportFrom):
+            if node.module == "vramlab":
+                yield from (f"from vramlab import {a.name}" for a in node.names if a.name not in vramlab.__all__)
+            elif node.module != CHECKS and (node.module or "").split(".")[0] not in LIBRARIES:
+                yield f"from {node.module} import {', '.join(a.name for a in node.names)}"
+    for node in ast.walk(tree):
+        of_vramlab = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names
+        if of_vramlab and node.attr not in [*vramlab.__all__, "__version__"]:
+            yield f"{node.value.id}.{node.attr}"
+
+
+def rule_breaks(notebook: dict[str, Any]) -> list[str]:
+    """Every rule that a notebook breaks, as text; what each means stands beside it."""
+    found = []
+    code, metadata = cells(notebook, "code"), notebook["metadata"]
+
+    first = notebook["cells"][0]
+    if first["cell_type"] != "markdown" or not source(first).startswith("# "):
+        found.append("The first cell is Markdown that starts with '# '.")
+    kernel = metadata.get("kernelspec", {})
+    if (kernel.get("name"), kernel.get("display_name")) != ("python3", "Python 3 (ipykernel)"):
+        found.append(f"The kernel is python3, 'Python 3 (ipykernel)', got {kernel}.")
+    if "widgets" in metadata:
+        found.append("Widget state is not stored.")
+    counts = [cell["execution_count"] for cell in code]
+    if counts != list(range(1, len(code) + 1)):
+        found.append(f"Code cells were run once each, from top to bottom, got {counts}.")
+
+    for index, cell in enumerate(notebook["cells"]):
+        if path := ABSOLUTE_PATH.search("\n".join(texts([cell["source"], cell.get("outputs", [])]))):
+            found.append(f"Cell {index} holds a path of one machine: {path[0]}...")
+        if cell["cell_type"] != "code":
+            continue
+        errors = [output["ename"] for output in cell["outputs"] if output["output_type"] == "error"]
+        if errors and "raises-exception" not in tags(cell):
+            found.append(f"Cell {index} failed with {errors[0]}; a failure that teaches has the tag raises-exception.")
+        lines, most = len(source(cell).splitlines()), 25 if "naked" in tags(cell) else 15
+        if not 1 <= lines <= most:
+            found.append(f"Cell {index} has 1 to {most} lines, got {lines}.")
+        if word := FORBIDDEN.search(source(cell)):
+            found.append(f"Cell {index} does not use {word[0].strip()}.")
+    unknown = strangers("\n".join(map(python, code)))
+    return found + [f"Only vramlab's public names, torch, numpy and Python's library are used, got {name}." for name in unknown]
+
+
+def test_there_is_a_course() -> None:
+    assert len(NOTEBOOKS) >= 2
+    assert NOTEBOOKS[0].name == "00_start_here.ipynb"
+
+
+def test_notebooks_are_numbered_without_gaps() -> None:
+    names = [re.fullmatch(r"(\d\d)_[a-z0-9_]+\.ipynb", path.name) for path in NOTEBOOKS]
+    assert [match and match[1] for match in names] == [f"{n:02}" for n in range(len(NOTEBOOKS))]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_keeps_the_rules(path: Path) -> None:
+    assert rule_breaks(json.loads(path.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_small(path: Path) -> None:
+    assert path.stat().st_size < 1_000_000
+
+
+def made_up(code: str = "import vramlab as vl", *, cell: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """A notebook that keeps every rule, but for the changes."""
+    heading = {"cell_type": "markdown", "metadata": {}, "source": ["# Title\n", "Text."]}
+    coded = {"cell_type": "code", "metadata": {}, "source": code.splitlines(keepends=True), "execution_count": 1, "outputs": []}
+    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}}
+    return {"cells": [heading, coded | (cell or {})], "metadata": metadata} | changes
+
+
+ERROR = {"output_type": "error", "ename": "ValueError", "evalue": "", "traceback": []}
+
+
+@pytest.mark.parametrize(
+    "notebook",
+    [
+        made_up(),
+        made_up("import collections.abc\nimport numpy as np\nimport torch.nn.functional as F\n\nfrom vramlab import Recipe, run"),
+        made_up("import vramlab as vl\n\nvl.techniques.Precision('bf16')\nvl.tasks.gpt()\nvl.__version__"),
+        made_up("!ls\n%load_ext vramlab\nfiles = !ls\nx = 5 % 2\nlen?\nif x:\n    # why?\n    x = 2"),
+        made_up("x = 1\n" * 25, cell={"metadata": {"tags": ["naked"]}}),
+        made_up(cell={"outputs": [ERROR], "metadata": {"tags": ["raises-exception"]}}),
+        made_up("interactive = 'see https://example.org/home/page'"),
+    ],
+)
+def test_a_notebook_that_keeps_the_rules_passes(notebook: dict[str, Any]) -> None:
+    assert rule_breaks(notebook) == []
+
+
+@pytest.mark.parametrize(
+    ("notebook", "rule"),
+    [
+        (made_up(cells=made_up()["cells"][1:]), "The first cell is Markdown"),
+        (made_up(metadata={}), "The kernel is python3"),
+        (made_up(metadata=made_up()["metadata"] | {"widgets": {}}), "Widget state"),
+        (made_up(cell={"execution_count": None}), r"got \[None\]"),
+        (made_up(cell={"execution_count": 2}), r"got \[2\]"),
+        (made_up("open('/" + "home/me/data')"), "a path of one machine: /home"),
+        (made_up(cell={"outputs": [{"output_type": "stream", "text": ["at\n", "/" + "usr/lib"]}]}), "a path of one machine: /usr"),
+        (made_up("open('C:\\\\Users')"), "a path of one machine: C:"),
+        (made_up(cell={"outputs": [ERROR]}), "failed with ValueError"),
+        (made_up("x = 1\n" * 16), "has 1 to 15 lines, got 16"),
+        (made_up("x = 1\n" * 26, cell={"metadata": {"tags": ["naked"]}}), "has 1 to 25 lines, got 26"),
+        (made_up(""), "has 1 to 15 lines, got 0"),
+        (made_up("clear_output()"), "does not use clear_output"),
+        (made_up("with widgets.Output() as out:\n    pass"), r"does not use Output\("),
+        (made_up("interact(f)"), "does not use interact"),
+        (made_up("x = 1\n%time f()"), "does not use %time"),
+        (made_up("%%timeit\nf()"), "does not use %%time"),
+        (made_up("import matplotlib.pyplot as plt"), "got import matplotlib.pyplot"),
+        (made_up("def f():\n    from tqdm import tqdm"), "got from tqdm import tqdm"),
+        (made_up("from vramlab.units import GiB"), "got from vramlab.units import GiB"),
+        (made_up("from vramlab import devices"), "got from vramlab import devices"),
+        (made_up("import vramlab as v\n\nv.units.GiB"), "got v.units"),
+        (made_up("import vramlab\n\nvramlab.devices.describe()"), "got vramlab.devices"),
+    ],
+    ids=itertools.count(),
+)
+def test_a_broken_rule_is_named(notebook: dict[str, Any], rule: str) -> None:
+    (message,) = rule_breaks(notebook)
+    assert re.search(rule, message)
