@@ -132,7 +132,7 @@ def test_run_all_works_and_the_lab_measures_trains_and_stops(notebook: Page, tmp
     before = picture.get_attribute("src")
     lab.get_by_role("button", name="Start").click()
     expect(picture).not_to_have_attribute("src", before or "", timeout=60_000)
-    expect(lab.get_by_text(re.compile(r"training .*step \d\d+")).first).to_be_visible(timeout=60_000)
+    expect(lab.get_by_text(re.compile(r"training .*step \d{3}")).first).to_be_visible(timeout=60_000)
     lab.screenshot(path=os.environ.get("VRAMLAB_SCREENSHOT") or tmp_path / "lab.png")
     lab.get_by_role("button", name="Stop").click()
     expect(lab.get_by_text(re.compile(r"stopped after \d+ steps")).first).to_be_visible(timeout=60_000)
