@@ -51,6 +51,15 @@ def test_an_environment_that_says_nothing_changes_nothing(monkeypatch: pytest.Mo
     assert choose_device() == torch.device("cpu")
 
 
+def test_the_cpu_is_not_taken_in_silence_where_the_driver_sees_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub_cuda(monkeypatch, 0, build=None, cards=("NVIDIA GeForce RTX 4090",))
+    with pytest.warns(UserWarning, match="sees NVIDIA GeForce RTX 4090, but this torch is a CPU build. .*pip install"):
+        assert choose_device() == torch.device("cpu")
+    assert choose_device("cpu") == torch.device("cpu")  # asked for: no warning
+    monkeypatch.setenv("VRAMLAB_DEVICE", "cpu")
+    assert choose_device() == torch.device("cpu")
+
+
 def test_a_torch_device_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     stub_cuda(monkeypatch, 2)
     for device in (torch.device("cpu"), torch.device("cuda"), torch.device("cuda:1")):

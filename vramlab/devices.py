@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -20,6 +21,8 @@ T = TypeVar("T")
 def choose_device(device: torch.device | str = "auto") -> torch.device:
     """The device to use: a named one, or for ``"auto"`` what VRAMLAB_DEVICE says, else CUDA if there is some, else the CPU.
 
+    Warns when the CPU is chosen although the driver sees a card.
+
     Raises:
         ValueError: not a device, or CUDA is asked for and this torch has none (the message says how to get it).
     """
@@ -28,6 +31,8 @@ def choose_device(device: torch.device | str = "auto") -> torch.device:
         name = os.environ.get("VRAMLAB_DEVICE", "auto")
     if name in ("", "auto"):
         name = "cuda" if torch.cuda.is_available() else "cpu"
+        if advice := cuda_advice():
+            warnings.warn(advice, stacklevel=2)
     try:
         chosen = torch.device(name)
     except RuntimeError as error:
@@ -152,7 +157,8 @@ def _nvml() -> Iterator[None]:
 
 def describe() -> dict[str, Any]:
     """This machine as vramlab sees it: torch's version and CUDA build, the device chosen, the driver's cards, advice."""
-    device = choose_device()
+    with warnings.catch_warnings(action="ignore"):  # the same advice stands below
+        device = choose_device()
     return {
         "torch": torch.__version__,
         "CUDA build": torch.version.cuda or "none",
