@@ -18,7 +18,7 @@ from vramlab.devices import choose_device
 from vramlab.memory.trace import MemoryBreakdown, MemoryTrace
 from vramlab.recipe import Recipe
 from vramlab.tasks import Task
-from vramlab.training import StepReport, train
+from vramlab.training import StepReport, check_arguments, train
 from vramlab.units import format_bytes
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # Torch's random numbers, the device's peak counters and the machine's speed are shared by all threads.
 _alone = threading.Lock()
+_running_in: int | None = None  # the thread that holds the lock
 PATIENCE = 20.0  # seconds that a run waits for another, such as a lab's two measured steps
 
 
@@ -41,6 +42,8 @@ class Run:
     """running, finished, stopped, interrupted, or the error that ended it."""
     failed_trace: MemoryTrace | None = None
     """The trace of the step that failed, up to the failure, if it was a recorded one."""
+    _highest: tuple[int, MemoryTrace | None] = field(default=(0, None), init=False, repr=False, compare=False)
+    """How many reports were searched for the highest peak, and what was found."""
 
     @property
     def losses(self) -> list[float]:
@@ -50,8 +53,14 @@ class Run:
     @property
     def trace(self) -> MemoryTrace | None:
         """The recorded step with the highest peak, the latest of equal ones."""
-        traces = [r.memory for r in self.reports if r.memory is not None] + ([self.failed_trace] if self.failed_trace else [])
-        return max(reversed(traces), key=_peak, default=None)
+        seen, highest = self._highest  # a long run has many traces, and this is asked for after each step
+        new = self.reports[seen:]
+        for memory in (r.memory for r in new):
+            if memory is not None and (highest is None or _peak(memory) >= _peak(highest)):
+                highest = memory
+        self._highest = (seen + len(new), highest)
+        traces = [t for t in (self.failed_trace, highest) if t is not None]
+        return max(traces, key=_peak, default=None)
 
     @property
     def peak(self) -> int | None:
@@ -118,13 +127,16 @@ class Comparison:
         import pandas as pd
 
         first = self.runs[0]
+        shown = {label for run in self.runs for label, n in run.breakdown.items() if n}
         rows = []
         for run in self.runs:
             row: dict[str, object] = {"peak_bytes": run.peak, "peak_ratio": _ratio(run.peak, first.peak)}
-            row |= {f"{label}_bytes": n for label, n in run.breakdown.items() if any(dict(r.breakdown.items())[label] for r in self.runs)}
+            row |= {f"{label}_bytes": n if run.trace is not None else None for label, n in run.breakdown.items() if label in shown}
             row |= {f"{run.task.unit}_per_second": run.throughput, "speed_ratio": _ratio(run.throughput, first.throughput)}
             rows.append(row | {"last_loss": run.losses[-1] if run.losses else None, "status": run.status})
-        return pd.DataFrame(rows, index=pd.Index(recipe_labels([r.recipe for r in self.runs]), name="recipe"))
+        frame = pd.DataFrame(rows, index=pd.Index(recipe_labels([r.recipe for r in self.runs]), name="recipe"))
+        # A run that failed has gaps, and those must not make floats of bytes or objects of floats.
+        return frame.astype({c: "Int64" if c.endswith("_bytes") else "float64" for c in frame.columns if c != "status"})
 
     def __repr__(self) -> str:
         peaks = ", ".join(format_bytes(run.peak) if run.peak is not None else run.status for run in self.runs)
@@ -137,7 +149,7 @@ class Comparison:
             return format_bytes(value) if name.endswith("_bytes") else f"{value:,.0f}" if name.endswith("_second") else f"{value:.3f}"
 
         frame = self.to_frame()
-        head = "".join(f"<th>{name.removesuffix('_bytes').replace('_', ' ')}</th>" for name in frame.columns)
+        head = "".join(f"<th>{html.escape(name.removesuffix('_bytes').replace('_', ' '))}</th>" for name in frame.columns)
         body = ""
         for label, row in zip(frame.index, frame.to_dict("records"), strict=True):
             cells = "".join(f"<td>{shown(str(name), value)}</td>" for name, value in row.items())
@@ -176,13 +188,19 @@ def run(
         ValueError: ``steps`` below 1; what `train` raises. The exception carries the finished steps as ``error.run``,
             and the memory of the failed step is released.
     """
-    if steps < 1:
-        raise ValueError(f"steps is a whole number of at least 1, got {steps}.")
-    if not _alone.acquire(timeout=PATIENCE):
+    global _running_in
+    recipe = Recipe() if recipe is None else recipe
+    check_arguments(task, recipe, record_every)
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps is a whole number of at least 1, got {steps!r}; let on_step return True to stop earlier.")
+    # A run inside a run (from on_step, say) would wait for itself.
+    if not _alone.acquire(timeout=0 if _running_in == threading.get_ident() else PATIENCE):
         raise RuntimeError("One run at a time: another one is going on in this process (in a Lab, say). Stop it first.")
     try:
-        return _run_alone(task, recipe or Recipe(), steps, choose_device(device), seed, record_every, progress, on_step)
+        _running_in = threading.get_ident()
+        return _run_alone(task, recipe, steps, choose_device(device), seed, record_every, progress, on_step)
     finally:
+        _running_in = None
         _alone.release()
 
 
@@ -197,27 +215,55 @@ def _run_alone(
     on_step: Callable[[Run], bool | None] | None,
 ) -> Run:
     result = Run(task, recipe, device)
-    devices = [result.device] if result.device.type == "cuda" else []
+    devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices), tqdm(total=steps, desc=task.name, disable=not progress, leave=False) as bar:
-            torch.manual_seed(seed)
-            for report in train(task, result.recipe, result.device, record_every=record_every):
+            _seed(seed, device)
+            for report in train(task, recipe, device, record_every=record_every):
                 result.reports.append(report)
                 bar.set_postfix_str(f"loss {report.loss:.3f}, peak {format_bytes(result.peak or 0)}", refresh=False)
                 bar.update()
+                if report.interrupted:
+                    raise KeyboardInterrupt
                 if (on_step is not None and on_step(result)) or report.step == steps:
                     break
         result.status = "finished" if len(result.reports) == steps else "stopped"
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         result.status = "interrupted"
+        result.failed_trace = getattr(error, "trace", None)
+        _release_memory(error)
     except BaseException as error:
         result.status = f"{type(error).__name__}: {error}"
         result.failed_trace = getattr(error, "trace", None)
         error.run = result  # type: ignore[attr-defined]
         error.add_note(f"{len(result.reports)} finished steps are kept in error.run.")
-        traceback.clear_frames(error.__traceback__)  # their variables hold the model and its activations
+        _release_memory(error)
         raise
     return result
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    """Seed the generators that the run uses. ``torch.manual_seed`` would seed those of all cards, which nobody restores."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
+def _release_memory(error: BaseException) -> None:
+    """Let go of the model and its activations, which an exception keeps as long as somebody keeps the exception."""
+    todo: list[BaseException | None] = [error]
+    done: set[int] = set()
+    while todo:
+        link = todo.pop()
+        if link is not None and id(link) not in done:
+            done.add(id(link))
+            traceback.clear_frames(link.__traceback__)
+            todo += [link.__cause__, link.__context__]
+    # What an exception in backward left in autograd's queue stays there until this thread's next backward.
+    with torch.enable_grad():
+        torch.zeros((), requires_grad=True).backward()
+    gc.collect()
 
 
 def compare(
@@ -231,7 +277,8 @@ def compare(
 ) -> Comparison:
     """Run several recipes one after the other, each from scratch, and lay them side by side.
 
-    A recipe that runs out of memory gets a row that says so; the others still run.
+    A recipe that runs out of memory gets a row that says so; the others still run. Ctrl-C ends the comparison with the
+    rows it has.
 
     Args:
         task: what is trained.
@@ -239,18 +286,34 @@ def compare(
         steps, device, seed, progress: see `run`.
 
     Raises:
+        TypeError: one recipe and not a list of them.
         ValueError: no recipe.
+        NotImplementedError: options of some recipe that are not carried out yet, before any has run.
     """
-    runs = []
+    if isinstance(recipes, Recipe):
+        raise TypeError("compare() takes several recipes, got one alone; write compare(task, [recipe, recipe.with_(...)]).")
+    recipes = list(recipes)
+    if not recipes:
+        raise ValueError("compare() needs at least one recipe, got none; write compare(task, [recipe, recipe.with_(...)]).")
+    for recipe in recipes:
+        check_arguments(task, recipe)
+    runs: list[Run] = []
     for recipe in recipes:
         try:
             runs.append(run(task, recipe, steps=steps, device=device, seed=seed, progress=progress))
-        except torch.OutOfMemoryError as error:
+        except Exception as error:
+            if not _is_out_of_memory(error):
+                raise
             runs.append(error.run)  # type: ignore[attr-defined]
+        if runs[-1].status == "interrupted":
+            break
         gc.collect()  # a model in a reference cycle would count in the next run's device memory
-    if not runs:
-        raise ValueError("compare() needs at least one recipe, got none.")
     return Comparison(runs)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # On the CPU torch raises a plain RuntimeError, and NumPy a MemoryError.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def recipe_labels(recipes: list[Recipe]) -> list[str]:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples and mappings."""
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in nested lists, tuples and mappings, in order."""
+    found: list[torch.Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[torch.Tensor]) -> None:
     if isinstance(tree, torch.Tensor):
-        yield tree
+        found.append(tree)
     elif isinstance(tree, list | tuple):
         for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, Mapping):
+            _collect(item, found)
+    elif not isinstance(tree, _NO_CONTAINERS) and isinstance(tree, Mapping):
         for item in tree.values():
-            yield from tensors_in(item)
+            _collect(item, found)
+
+
+_NO_CONTAINERS = (int, float, str, type(None), torch.dtype, torch.device)  # asked first: whether it is a Mapping takes longer
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
@@ -34,24 +44,31 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
     return tree
 
 
-def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The memory behind a plain tensor; None where it has none of its own (sparse, meta, opaque layouts)."""
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
-        return None
-    return tensor.untyped_storage()
+def consists_of_tensors(kind: type[torch.Tensor]) -> bool:
+    """Whether tensors of this class are wrappers (DTensor, quantised), which call operators on the tensors inside them."""
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)
 
 
-def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """The memory behind any tensor: wrappers (DTensor, quantised) and sparse tensors consist of plain ones."""
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        parts = [getattr(tensor, name) for name in names]
-    elif tensor.layout is torch.sparse_coo:
-        parts = [tensor._indices(), tensor._values()]
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """The memory behind any tensor: wrappers and sparse tensors consist of plain ones, meta and fake tensors have none."""
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided:  # nearly all of them, so it is asked first
+        return [] if tensor.is_meta else [tensor.untyped_storage()]
+    if consists_of_tensors(type(tensor)):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]] if is_traceable_wrapper_subclass(tensor) else []
+    elif tensor.layout is torch.strided:
+        storage = tensor.untyped_storage()
+        return [] if storage.device.type == "meta" else [storage]
     else:
-        parts = []
-        storage = storage_of(tensor)
-        if storage is not None:
-            yield storage
-    for part in parts:
-        yield from storages_of(part)
+        with torch._C._DisableTorchDispatch():  # looking is no operator of the code that is looked at
+            parts = [getattr(tensor.detach(), name)() for name in _SPARSE_PARTS.get(tensor.layout, ())]
+    return [storage for part in parts if isinstance(part, torch.Tensor) for storage in storages_of(part)]
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import signal
 import threading
 from collections.abc import Iterator
@@ -39,6 +40,8 @@ class StepReport:
     """The step's trace if it was recorded."""
     skipped: bool = False
     """The loss scaler found an infinite gradient and left the parameters as they were."""
+    interrupted: bool = False
+    """Ctrl-C came during this step; asked for the next one, `train` raises KeyboardInterrupt."""
 
 
 def train(
@@ -66,33 +69,33 @@ def train(
 
     Raises:
         NotImplementedError: options of the recipe that are not carried out yet, by name.
-        TypeError, ValueError: a Task whose loss is not a scalar sum with a graph and a count, a model without parameters.
+        TypeError, ValueError: a Task whose loss is not a scalar sum with a graph and a count, a model without parameters,
+            ``record_every`` below 1.
     """
-    _refuse_not_carried_out(recipe)
+    check_arguments(task, recipe, record_every)
     device = choose_device(device)
     precision = Precision(recipe.precision, loss_scale=recipe.loss_scale)
-    model = precision.prepare(task.model().to(device).train())
-    if recipe.checkpointing == "blocks":
-        checkpoint_blocks(model, every=recipe.checkpoint_every)
+    model = precision.prepare(checked_model(task.model())).to(device).train()
     optimizer = build_optimizer(model, recipe, learning_rate)
 
-    for step in itertools.count(1):
-        recorded = step <= 2 or step % record_every == 0
-        with deferred_interrupt() as interrupted:
-            with keep_trace(record(model, optimizer)) if recorded else nullcontext() as trace, Stopwatch(device) as watch:
-                window, stepped = train_window(task, recipe, model, optimizer, precision, device)
-                loss = window.loss  # reads the value, so it waits for the device
-        speed = None if recorded else window.count / watch.seconds
-        yield StepReport(step, loss, watch.seconds, speed, trace, skipped=not stepped)
-        if interrupted:
-            raise KeyboardInterrupt
+    with checkpoint_blocks(model, recipe.checkpoint_every) if recipe.checkpointing == "blocks" else nullcontext():
+        for step in itertools.count(1):
+            recorded = step <= 2 or step % record_every == 0
+            with deferred_interrupt() as interrupted:
+                with keep_trace(record(model, optimizer)) if recorded else nullcontext() as trace, Stopwatch(device) as watch:
+                    window, stepped = train_window(task, recipe, model, optimizer, precision, device)
+                    loss = window.loss  # reads the value, so it waits for the device
+            speed = None if recorded else window.count / watch.seconds
+            yield StepReport(step, loss, watch.seconds, speed, trace, skipped=not stepped, interrupted=bool(interrupted))
+            if interrupted:
+                raise KeyboardInterrupt
 
 
 def train_window(
     task: Task, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision, device: torch.device
 ) -> tuple[Window, bool]:
     """One optimizer step over a window of micro-batches; returns the window and whether the parameters moved."""
-    window = Window(recipe.accumulation)
+    window: Window[Any] = Window(recipe.accumulation)
     for _ in range(recipe.accumulation):
         batch = precision.inputs(task.batch(recipe.micro_batch, device))
         with precision.autocast(device):
@@ -117,6 +120,17 @@ def build_optimizer(model: nn.Module, recipe: Recipe, learning_rate: float) -> t
     return kind(parameters, lr=learning_rate, foreach=recipe.optimizer_impl == "foreach", fused=recipe.optimizer_impl == "fused")
 
 
+def checked_model(model: Any) -> nn.Module:
+    """What ``Task.model`` returned, if it is a module.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Task.model returns a torch.nn.Module, got {_short(model)}; write for example model=lambda: MyModel().")
+    return model
+
+
 def checked_loss(result: Any) -> tuple[torch.Tensor, int]:
     """What ``Task.loss`` returned, if it is a summed loss and a count.
 
@@ -129,12 +143,16 @@ def checked_loss(result: Any) -> tuple[torch.Tensor, int]:
             f"Task.loss returns (sum of losses, number of items), got {_short(result)}; return for example (loss.sum(), len(loss))."
         )
     total, count = result
-    if isinstance(count, torch.Tensor) and count.numel() == 1 and not count.is_floating_point():
-        count = int(count)
-    if not isinstance(count, int):
-        raise TypeError(f"Task.loss returns a whole number of items as its second value, got {_short(count)}.")
+    try:
+        if isinstance(count, bool) or getattr(count, "dtype", None) is torch.bool:
+            raise TypeError
+        count = operator.index(count)  # NumPy's integers and tensors of one integer too
+    except TypeError:
+        raise TypeError(
+            f"Task.loss returns a whole number of items as its second value, got {_short(count)}; return for example labels.numel()."
+        ) from None
     if count < 0:
-        raise ValueError(f"Task.loss returns a number of items of at least 0, got {count}.")
+        raise ValueError(f"Task.loss returns a number of items of at least 0, got {count}; count those that were summed.")
     if total.dim() != 0:
         raise ValueError(f"Task.loss returns one number, the sum of the losses, got shape {tuple(total.shape)}; add .sum().")
     if not total.requires_grad:
@@ -190,7 +208,20 @@ CARRIED_OUT = {
 }
 
 
-def _refuse_not_carried_out(recipe: Recipe) -> None:
+def check_arguments(task: Task, recipe: Recipe, record_every: int = 1) -> None:
+    """Refuse before anything is built what cannot be trained.
+
+    Raises:
+        TypeError: not a Task, not a Recipe.
+        ValueError: ``record_every`` below 1.
+        NotImplementedError: options that are not carried out yet, all of them by name.
+    """
+    if not isinstance(task, Task):
+        raise TypeError(f"Training needs a Task, got {_short(task)}; take for example vl.tasks.gpt('nano').")
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"Training needs a Recipe, got {_short(recipe)}; write for example vl.Recipe(precision='amp-bf16').")
+    if not isinstance(record_every, int) or record_every < 1:
+        raise ValueError(f"record_every is a whole number of at least 1, got {record_every!r}; a large one records steps 1 and 2 alone.")
     missing = [f"{name}={getattr(recipe, name)!r}" for name, done in CARRIED_OUT.items() if getattr(recipe, name) not in done]
     if missing:
         known = "; ".join(f"{name}: {', '.join(map(repr, done))}" for name, done in CARRIED_OUT.items())

@@ -107,6 +107,8 @@ class Events:
     modules: tuple[str, ...]
     operators: tuple[str, ...]
     seeds: int = 0
+    steps: tuple[tuple[int, int], ...] = ()
+    """For each optimizer step how many events had happened at its end, and a number for the optimizer that stepped."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,8 @@ class MemoryTrace:
 
     Bytes are those of storages: a view, a tied weight or an expanded tensor adds nothing. ``at`` in the methods below
     names a moment: ``"peak"``, ``"start"`` (what existed before), ``"end"``, a phase (``"forward"``, ``"backward"``,
-    ``"step"``: the highest moment in it), or the number of an event.
+    ``"step"``: the highest moment in it), ``"end of forward"`` and so on (where the phase first ends), or the number of
+    an event.
 
     Args:
         source: the events, or a function that gives those so far while a recording runs.
@@ -178,10 +181,7 @@ class MemoryTrace:
             ValueError: no such moment in this trace.
         """
         events = self.events
-        until = slice(0, _moment(events, at))
-        sums = np.zeros(len(Category), np.int64)
-        np.add.at(sums, events.category[until], events.nbytes[until])
-        return MemoryBreakdown(*sums.tolist())
+        return _breakdown(events, _moment(events, at))
 
     def by_module(self, at: str | int = "peak", depth: int | None = None) -> pd.DataFrame:
         """Bytes by module and category at a moment, largest first.
@@ -217,16 +217,16 @@ class MemoryTrace:
     def growth(self) -> MemoryBreakdown:
         """What is alive after the last optimizer step and was not after the second: 0 everywhere in a loop without a leak.
 
+        Where several optimizers step in turn, these are the steps of the one that stepped last.
+
         Raises:
-            ValueError: fewer than three optimizer steps were recorded.
+            ValueError: fewer than three of its steps were recorded.
         """
         events = self.events
-        ends = np.flatnonzero((events.phase[:-1] == Phase.STEP) & (events.phase[1:] != Phase.STEP))
-        if len(events.phase) and events.phase[-1] == Phase.STEP:
-            ends = np.append(ends, len(events.phase) - 1)
+        ends = [end for end, optimizer in events.steps if optimizer == events.steps[-1][1]]
         if len(ends) < 3:
             raise ValueError(f"Growth compares optimizer step 2 with the last: record at least 3 steps, got {len(ends)}.")
-        return self.breakdown(int(ends[-1])) - self.breakdown(int(ends[1]))
+        return _breakdown(events, ends[-1]) - _breakdown(events, ends[1])
 
     def rounded(self, block: int = 512) -> MemoryTrace:
         """The same trace with every storage rounded up to the allocator's block (0 bytes stay 0), as CUDA hands them out."""
@@ -285,13 +285,20 @@ def _running(events: Events) -> np.ndarray:
     return np.concatenate(([0], np.cumsum(events.nbytes)))
 
 
+def _breakdown(events: Events, count: int) -> MemoryBreakdown:
+    """Bytes by category when the first ``count`` events have happened."""
+    sums = np.zeros(len(Category), np.int64)
+    np.add.at(sums, events.category[:count], events.nbytes[:count])
+    return MemoryBreakdown(*sums.tolist())
+
+
 def _moment(events: Events, at: str | int) -> int:
     """How many events have happened at the moment that ``at`` names."""
     count, seeds = len(events.nbytes), events.seeds
-    if isinstance(at, int):
+    if isinstance(at, int | np.integer):  # pandas and NumPy give the second kind
         if not 0 <= at < count:
             raise ValueError(f"An event's number is at least 0 and below {count}, got {at}.")
-        return at + 1
+        return int(at) + 1
     running = _running(events)
     labels = {p.label: p for p in Phase}
     if at == "start":
@@ -300,9 +307,15 @@ def _moment(events: Events, at: str | int) -> int:
         return count
     if at == "peak":  # what existed before existed at once: no peak among the seeds
         return seeds + int(running[seeds:].argmax())
-    if at not in labels:
-        raise ValueError(f"A moment is 'peak', 'start', 'end', an event's number or one of {sorted(labels)}, got {at!r}.")
-    inside = seeds + 1 + np.flatnonzero(events.phase[seeds:] == labels[at])
+    phase = at.removeprefix("end of ")
+    if phase not in labels:
+        known = ", ".join(f"{label!r}, 'end of {label}'" for label in labels)
+        raise ValueError(f"A moment is 'peak', 'start', 'end', an event's number or one of {known}, got {at!r}.")
+    inside = seeds + 1 + np.flatnonzero(events.phase[seeds:] == labels[phase])
     if not len(inside):
-        raise ValueError(f"This trace has no event in phase {at!r}.")
-    return int(inside[running[inside].argmax()])
+        raise ValueError(f"This trace has no event in phase {phase!r}.")
+    if phase == at:
+        moments = np.union1d(inside - 1, inside)  # what was there when the phase began was there in it
+        return int(moments[running[moments].argmax()])
+    breaks = np.flatnonzero(np.diff(inside) > 1)
+    return int(inside[breaks[0]] if len(breaks) else inside[-1])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import html
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import ipywidgets as w
@@ -20,10 +20,12 @@ from vramlab.memory.trace import Category, MemoryBreakdown
 from vramlab.notebook.live import LivePlot
 from vramlab.recipe import Recipe
 from vramlab.tasks import Task
-from vramlab.training import CARRIED_OUT
+from vramlab.training import CARRIED_OUT, check_arguments
 from vramlab.units import format_bytes
 
 _training = threading.Lock()  # one training at a time in a process
+_idle = threading.Event()  # set while there is none
+_idle.set()
 
 
 class Lab:
@@ -42,6 +44,8 @@ class Lab:
     """
 
     def __init__(self, task: Task, recipe: Recipe | None = None, *, device: torch.device | str = "auto") -> None:
+        recipe = Recipe() if recipe is None else recipe
+        check_arguments(task, recipe)
         self.task, self.device = task, choose_device(device)
         self.runs: list[Run] = []
         self.plot = LivePlot(task.unit)
@@ -52,7 +56,7 @@ class Lab:
         self._state = threading.Lock()  # guards the three above: front ends call back from several threads
         self._stop, self._done = threading.Event(), threading.Event()
         self._done.set()
-        self._build(recipe or Recipe())
+        self._build(recipe)
 
     # The switches
 
@@ -88,24 +92,28 @@ class Lab:
         """Move switches by program: ``lab.set(micro_batch=8, precision="amp-bf16")``.
 
         Raises:
-            ValueError: there is no such switch.
+            ValueError: there is no such switch, or it has no such position; then none is moved.
         """
         for name, value in options.items():
             if name not in self.switches:
                 raise ValueError(f"The lab has no switch {name!r}; it has {', '.join(self.switches)}.")
+            positions = self.switches[name].options
+            if value not in positions or isinstance(value, bool):
+                raise ValueError(f"The switch {name!r} has no position {value!r}; it has {', '.join(map(str, positions))}.")
+        for name, value in options.items():
             self.switches[name].value = value
 
     # Measuring a setting
 
     def measure(self) -> None:
         """Show the memory of one step with these switches: at once if it is known, else measured in the background."""
-        recipe = self.recipe
-        if recipe in self._measured:
-            self._show_memory(self._measured[recipe])
-            return
         with self._state:
-            self._wanted = recipe
-            if self._worker is None:
+            recipe = self.recipe
+            known = self._measured.get(recipe)
+            self._wanted = recipe if known is None else None
+            if known is not None:
+                self._show_measured(recipe, known)
+            elif self._worker is None:
                 self._worker = threading.Thread(target=self._measure_wanted, name="vramlab-measure", daemon=True)
                 self._worker.start()
 
@@ -115,32 +123,49 @@ class Lab:
         Raises:
             TimeoutError: it takes longer than ``timeout`` seconds.
         """
-        worker = self._worker
+        end = time.monotonic() + timeout
+        worker, ended = self._worker, self._done.wait(timeout)
         if worker is not None:
-            worker.join(timeout)
-        if not self._done.wait(timeout) or (worker is not None and worker.is_alive()):
+            worker.join(max(0.0, end - time.monotonic()))
+        if not ended or (worker is not None and worker.is_alive()):
             raise TimeoutError(f"The lab is still busy after {timeout} seconds; call stop() first.")
 
     def _measure_wanted(self) -> None:
         while True:
+            _idle.wait()  # a training run goes first, in whatever lab
             with self._state:
                 recipe = self._wanted
-                if recipe is None or _training.locked():  # a training run goes first; its end asks again
+                if recipe is None:
                     self._worker = None
                     return
-            self._guard(partial(self._measure_one, recipe))
-            with self._state:
-                if self._wanted == recipe:
-                    self._wanted = None
+            self._measure_one(recipe)
 
     def _measure_one(self, recipe: Recipe) -> None:
+        """Measure a setting, and show it, or why it cannot be, unless another is wanted by then or training goes first."""
         self._say(f"measuring {recipe} ...")
-        outdated = lambda _: self._wanted != recipe or _training.locked()  # noqa: E731
-        measured = run(self.task, recipe, steps=2, device=self.device, progress=False, on_step=outdated)
-        if measured.status == "finished":
-            self._measured[recipe] = measured.breakdown
-            self._show_memory(measured.breakdown)
-            self._say(f"measured: {recipe}, {format_bytes(measured.breakdown.total)} at the peak of step 1 and 2")
+        error: Exception | None = None
+        try:
+            result = run(self.task, recipe, steps=2, device=self.device, progress=False, on_step=lambda _: self._is_outdated(recipe))
+        except Exception as caught:
+            error = caught
+        with self._state:
+            if error is None and result.status == "finished":
+                self._measured[recipe] = result.breakdown
+            elif error is None:  # stopped: what is wanted now is measured next
+                return
+            if self._wanted == recipe:
+                self._wanted = None
+                if error is None:
+                    self._show_measured(recipe, result.breakdown)
+                else:
+                    self._show_error(error)
+
+    def _is_outdated(self, recipe: Recipe) -> bool:
+        return self._wanted != recipe or not _idle.is_set()
+
+    def _show_measured(self, recipe: Recipe, breakdown: MemoryBreakdown) -> None:
+        self._show_memory(breakdown)
+        self._say(f"measured: {recipe}, {format_bytes(breakdown.total)} at the peak of step 1 and 2")
 
     def _show_memory(self, now: MemoryBreakdown) -> None:
         before, self._shown = self._shown or now, now
@@ -184,6 +209,7 @@ class Lab:
         if not _training.acquire(blocking=False):
             self._say("<b>One run at a time: another run is going on in this process. Stop it first.</b>")
             return False
+        _idle.clear()
         self._stop.clear()
         self._done.clear()
         self._error: BaseException | None = None
@@ -195,7 +221,7 @@ class Lab:
         self._say(f"training {recipe}")
         try:
             options: dict[str, Any] = {"device": self.device, "progress": False, "record_every": 20, "on_step": self._step}
-            result = run(self.task, recipe, steps=steps or sys.maxsize, **options)
+            result = run(self.task, recipe, steps=sys.maxsize if steps is None else steps, **options)
             self.runs.append(result)
             self._say(f"{result.status} after {len(result.reports)} steps: {recipe}")
         except Exception as error:
@@ -204,10 +230,11 @@ class Lab:
                 self.runs.append(failed)
             self._show_error(error)
         finally:
+            self._guard(self._show_runs)
             self.start_button.disabled, self.stop_button.disabled = False, True
             _training.release()
+            _idle.set()
             self._done.set()
-            self._guard(self._after_training)
 
     def _step(self, result: Run) -> bool:
         self.plot.push(result)
@@ -216,12 +243,10 @@ class Lab:
         self._say(f"training {result.recipe}: step {last.step}, loss {last.loss:.3f}{speed}, peak {format_bytes(result.peak or 0)}")
         return self._stop.is_set()
 
-    def _after_training(self) -> None:
+    def _show_runs(self) -> None:
         self.plot.flush()
         if self.runs:
             self.table.value = Comparison(self.runs)._repr_html_()
-        if self._wanted is not None:
-            self.measure()
 
     # What the reader sees
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import matplotlib as mpl
-
 from vramlab.experiments import Run
 from vramlab.notebook.plots import draw_legend, draw_series, draw_timeline
-from vramlab.notebook.style import RC, Picture
+from vramlab.notebook.style import Picture, styled
 
 
 class LivePlot:
@@ -56,7 +54,7 @@ class LivePlot:
         """The figure as it is now."""
         picture = Picture(11, 3.2, fixed=True)
         self.frames += 1
-        with mpl.rc_context(RC):
+        with styled():
             memory, speed, loss = picture.axes_row(2.2, 1, 1)
             run = self._run
             reports = run.reports if run else []

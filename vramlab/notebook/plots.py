@@ -8,14 +8,13 @@ from functools import singledispatch
 from itertools import pairwise
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from vramlab.experiments import Comparison, Run, recipe_labels
 from vramlab.memory.trace import Category, MemoryBreakdown, MemoryTrace
-from vramlab.notebook.style import RC, Picture, byte_unit
+from vramlab.notebook.style import Picture, byte_unit, styled
 from vramlab.units import format_bytes
 
 PHASE_SHADES = {"forward": "#ffffff", "backward": "#f1f3f5", "step": "#e3e7ea", "build": "#fafafa"}
@@ -36,7 +35,7 @@ def plot(thing: Any, ax: Axes | None = None) -> Picture | Axes:
     Raises:
         TypeError: nothing that can be drawn.
     """
-    with mpl.rc_context(RC) if ax is None else nullcontext():
+    with styled() if ax is None else nullcontext():
         return _plot(thing, ax)
 
 
@@ -78,7 +77,7 @@ def _(run: Run, ax: Axes | None) -> Picture | Axes:
     picture = Picture(11, 3.4)
     memory, speed, loss = picture.axes_row(2.2, 1, 1)
     draw_timeline(memory, run.trace)
-    draw_series(speed, f"{run.task.unit}/s", [r.step for r in run.reports if r.items_per_second], run._speeds())
+    draw_series(speed, f"{run.task.unit}/s", [r.step for r in run.reports if r.items_per_second is not None], run._speeds())
     draw_series(loss, "loss", [r.step for r in run.reports], run.losses)
     draw_legend(picture, [run.trace])
     picture.summary = f"{run.task.name}, {run.recipe}: peak {format_bytes(run.peak or 0)}."
@@ -161,9 +160,11 @@ def draw_speeds(ax: Axes, runs: Sequence[Run]) -> Axes:
 
 
 def draw_series(ax: Axes, title: str, steps: Sequence[int], values: Sequence[float]) -> Axes:
-    """A quantity over steps."""
-    ax.plot(steps, values, color="#495057", marker="o" if len(steps) < 3 else "", markersize=4)
-    ax.set(title=title, xlabel="step", xlim=(1, max([10, *steps])), ylim=(0, max([*values, 0.0]) * 1.15 or 1))
+    """A quantity over steps; what is no finite number leaves a gap."""
+    finite = [v for v in values if np.isfinite(v)]
+    ax.plot(steps, [v if np.isfinite(v) else np.nan for v in values], color="#495057", marker="o" if len(steps) < 3 else "", markersize=4)
+    low, high = min([0.0, *finite]), max([0.0, *finite])
+    ax.set(title=title, xlabel="step", xlim=(1, max([10, *steps])), ylim=(low * 1.15, high * 1.15 or (1.0 if low == 0 else 0.0)))
     ax.grid(axis="y")
     return ax
 

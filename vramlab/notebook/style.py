@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import matplotlib as mpl
@@ -32,6 +35,16 @@ RC: dict[Any, Any] = {
 }
 
 
+_drawing = threading.RLock()
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Draw in vramlab's style. matplotlib's settings belong to the process, so one thread draws at a time."""
+    with _drawing, mpl.rc_context(RC):
+        yield
+
+
 class Picture(Figure):
     """A figure that a notebook shows as a sharp PNG, with a sentence of real numbers as its text.
 
@@ -43,7 +56,7 @@ class Picture(Figure):
     """
 
     def __init__(self, width: float, height: float, *, fixed: bool = False) -> None:
-        with mpl.rc_context(RC):
+        with styled():
             super().__init__(figsize=(width, height), dpi=100, layout=None if fixed else "constrained")
         if fixed:
             self.subplots_adjust(left=0.07, right=0.99, top=0.9, bottom=0.26, wspace=0.2)
@@ -51,7 +64,7 @@ class Picture(Figure):
 
     def axes_row(self, *widths: float) -> list[Axes]:
         """Axes side by side, as wide as the numbers say."""
-        with mpl.rc_context(RC):
+        with styled():
             grid = self.subplots(1, len(widths), squeeze=False, width_ratios=widths)
         return list(grid[0])
 
@@ -59,7 +72,7 @@ class Picture(Figure):
         """The picture, ``scale`` times as many pixels as it is shown with."""
         buffer = io.BytesIO()
         canvas = FigureCanvasAgg(self)  # its own, since savefig() would draw everything twice
-        with mpl.rc_context(RC):
+        with styled():
             self.set_dpi(100 * scale)
             canvas.print_png(buffer)
             self.set_dpi(100)

@@ -39,6 +39,8 @@ class Task:
                 raise TypeError(
                     f"Task.{part} is a function, got {type(getattr(self, part)).__name__}; write for example {part}=lambda ...: ..."
                 )
+        if isinstance(self.model, nn.Module):  # callable too, but each run needs a model of its own
+            raise TypeError(f"Task.model is a function that makes a new model, got a {type(self.model).__name__}; write model=lambda: ...")
 
     def __repr__(self) -> str:
         return f"Task({self.name!r})"
@@ -49,20 +51,25 @@ def gpt(size: str = "nano", *, sequence: int | None = None, dropout: float = 0.0
 
     Args:
         size: nano, mini (the standard lab task), gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-nano, llama-1b,
-            llama-3b or llama-8b.
+            llama-3b or llama-8b (the last three also as 1b, 3b, 8b).
         sequence: tokens of one item; None: the model's longest (2048 for Llama).
         dropout: of the GPT; the Llama-like model has none.
 
     Raises:
         ValueError: no such size, a sequence below 1 or above what the GPT's positions allow, dropout for Llama.
     """
-    config = _pick(DECODERS, size if size in DECODERS else f"llama-{size}", "gpt")
-    longest = config.sequence
-    sequence = longest if sequence is None else sequence
-    if sequence < 1 or (config.kv_heads is None and sequence > longest):
-        raise ValueError(f"A sequence has 1 to {longest} tokens for {size!r}, got {sequence}.")
-    if dropout and config.kv_heads is not None:
+    if size not in DECODERS and f"llama-{size}" in DECODERS:
+        size = f"llama-{size}"
+    config = _pick(DECODERS, size, "gpt")
+    llama = config.kv_heads is not None
+    sequence = config.sequence if sequence is None else sequence
+    if not isinstance(sequence, int) or sequence < 1 or (sequence > config.sequence and not llama):
+        most = "at least 1 token" if llama else f"1 to {config.sequence} tokens"
+        raise ValueError(f"A sequence has {most} for {size!r}, got {sequence!r}.")
+    if dropout and llama:
         raise ValueError(f"The Llama-like model has no dropout, got {dropout}; leave it out.")
+    if not 0 <= dropout <= 1:
+        raise ValueError(f"Dropout is a probability from 0 to 1, got {dropout}.")
     config = replace(config, dropout=dropout)
 
     def batch(count: int, device: torch.device) -> torch.Tensor:

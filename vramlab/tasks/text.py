@@ -12,6 +12,16 @@ import torch
 CORPUS_BYTES = 4_000_000  # enough for these runs; reading all of it would cost a second
 
 
+def check_split(split: str) -> None:
+    """Refuse any other word: it must not silently mean one of the two.
+
+    Raises:
+        ValueError: neither train nor validation.
+    """
+    if split not in ("train", "validation"):
+        raise ValueError(f"A split is 'train' or 'validation', got {split!r}.")
+
+
 @functools.cache
 def corpus(split: str = "train") -> np.ndarray:
     """The standard library's source files, one after the other: uint8 (bytes,). The last tenth is for validation.
@@ -23,8 +33,7 @@ def corpus(split: str = "train") -> np.ndarray:
         ValueError: no such split.
         FileNotFoundError: this Python has no source files.
     """
-    if split not in ("train", "validation"):
-        raise ValueError(f"A split is 'train' or 'validation', got {split!r}.")
+    check_split(split)
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in sorted(folder.glob("*.py")):
@@ -61,7 +70,14 @@ def image_batch(size: int, image: int = 8, channels: int = 1, split: str = "trai
     Returns:
         Images float32 (size, channels, image, image) between 0 and 1 and labels int64 (size,) from 0 to 9.
         The last tenth of the data is for validation.
+
+    Raises:
+        ValueError: ``image`` is no multiple of 8, or there is no such split.
+        ImportError: scikit-learn is not installed.
     """
+    check_split(split)
+    if image < 8 or image % 8:
+        raise ValueError(f"The digits have 8 x 8 pixels and are enlarged by whole numbers: image is a multiple of 8, got {image}.")
     images, labels = _digits()
     cut = len(images) * 9 // 10
     low, high = (0, cut) if split == "train" else (cut, len(images))

@@ -2,75 +2,141 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from vramlab.tensors import tensors_in
+
+POLICIES = ("all", "selective")
 
 
-def checkpoint_blocks(model: nn.Module, every: int = 1, *, blocks: type[nn.Module] | None = None) -> CheckpointHandle:
+def checkpoint_blocks(
+    model: nn.Module,
+    every: int = 1,
+    policy: str = "all",
+    *,
+    blocks: type[nn.Module] | Callable[[nn.Module], bool] | None = None,
+    debug: bool = False,
+) -> CheckpointHandle:
     """Checkpoint every k-th repeated block of a model: same outputs and gradients, fewer bytes, one more forward.
 
-    Dropout draws the same masks in the second pass, and BatchNorm's running statistics are updated once.
+    Dropout draws the same masks in the second pass, BatchNorm's running statistics are updated once, and models of the
+    transformers library keep no cache for generation, which the second pass would fill again. Known limit: other things
+    that a block counts or changes in forward are changed twice; ``debug`` finds those that change its result.
 
     Args:
         model: changed in place; ``handle.remove()`` changes it back.
         every: checkpoint the 1st, (1 + every)-th, (1 + 2 every)-th... block.
-        blocks: the class of the blocks. None: that of the longest list of equal modules in the model.
+        policy: all: keep a block's inputs alone; selective: keep what matrix products, convolutions and attention gave,
+            and recompute the cheap rest.
+        blocks: the class of the blocks, or a function that says of a module whether it is one. None: see `find_blocks`.
+        debug: compare every module's output in the second pass with the first, and name the first that differs. Keeps
+            copies of all outputs.
 
     Returns:
-        A handle with ``remove()`` and the names of the ``blocks`` that are checkpointed.
+        A handle with ``remove()``, ``explain()`` and the names of the ``blocks`` that are checkpointed; as a context
+        manager it is removed at the end, and says which block a failing second pass was in.
 
     Raises:
-        ValueError: ``every`` below 1, or no such block in the model.
+        ValueError: ``every`` below 1, no such policy, no such block in the model.
+        RuntimeError: from backward with ``debug``: a module is not the same function in the second pass.
 
-    Reference: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; ``torch/utils/checkpoint.py``.
+    Reference: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; Korthikanti et al. 2022 (selective);
+    ``torch/utils/checkpoint.py``.
     """
-    if every < 1:
-        raise ValueError(f"every is a whole number of at least 1, got {every}.")
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ValueError(f"every is a whole number of at least 1, got {every!r}; 2 checkpoints every second block.")
+    if policy not in POLICIES:
+        raise ValueError(f"A policy is 'all' or 'selective', got {policy!r}.")
     found = find_blocks(model, blocks)
-    return CheckpointHandle(dict(list(found.items())[::every]))
+    return CheckpointHandle(model, dict(list(found.items())[::every]), policy, debug)
 
 
-def find_blocks(model: nn.Module, kind: type[nn.Module] | None = None) -> dict[str, nn.Module]:
+def find_blocks(model: nn.Module, kind: type[nn.Module] | Callable[[nn.Module], bool] | None = None) -> dict[str, nn.Module]:
     """The repeated blocks of a model by name, in order.
 
     Args:
         model: any module.
-        kind: their class. None: the class in the longest ``ModuleList`` or ``Sequential`` that holds one class alone
-            (a ResNet's stages all hold that class, so all of them count).
+        kind: their class, or a function that says whether a module is one. None: look at each ``ModuleList``,
+            ``ModuleDict`` or ``Sequential`` that holds modules of one class alone; the blocks' class is that of the
+            list with the most parameters (of a mixture of experts the layers, not the experts in them), and the blocks
+            are what all such lists hold (a ResNet's stages, say).
 
     Raises:
         ValueError: none found.
     """
-    if kind is None:
-        lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
-        uniform = [m for m in lists if len(m) > 1 and len({type(block) for block in m}) == 1]
-        if not uniform:
-            raise ValueError(
-                f"Checkpointing needs repeated blocks: {type(model).__name__} has no ModuleList or Sequential of one class. "
-                "Name their class: checkpoint_blocks(model, blocks=MyBlock)."
-            )
-        kind = type(max(uniform, key=len)[0])
-    found = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no block of class {kind.__name__}; name the class of one of its modules.")
-    return found
+    if kind is not None:
+        chosen = (lambda m: isinstance(m, kind)) if isinstance(kind, type) else kind
+        found = {name: module for name, module in model.named_modules() if chosen(module)}
+        if not found:
+            raise ValueError(f"{type(model).__name__} has no block of class {kind.__name__}; name the class of one of its modules.")
+        return found
+
+    lists = [(module, blocks) for module in model.modules() if (blocks := _held_of_one_class(module))]
+    # Lists of such lists are stages, and a list without a forward is never called, so never checkpointed.
+    lists = [(m, blocks) for m, blocks in lists if not all(_held_of_one_class(b) or type(b).forward is nn.Module.forward for b in blocks)]
+    # A model of one layer keeps it in a list too; a Sequential of one module is only a wrapper.
+    repeated = [b for _, b in lists if len(b) > 1] or [b for module, b in lists if isinstance(module, nn.ModuleList)]
+    if not repeated:
+        raise ValueError(
+            f"Checkpointing needs repeated blocks: {type(model).__name__} has no ModuleList or Sequential of one class. "
+            "Name their class: checkpoint_blocks(model, blocks=MyBlock)."
+        )
+    kind = type(max(repeated, key=_size)[0])
+    ids = {id(block) for _, blocks in lists for block in blocks if type(block) is kind}
+    found = {name: module for name, module in model.named_modules() if id(module) in ids}
+    # Of blocks in blocks, such as a Sequential of Sequentials, the inner ones.
+    return {name: module for name, module in found.items() if not any(other.startswith(f"{name}.") for other in found)}
+
+
+def _held_of_one_class(module: nn.Module) -> list[nn.Module]:
+    """What a list of modules holds, if that is of one class; else nothing."""
+    if not isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        return []
+    held = list(module.values()) if isinstance(module, nn.ModuleDict) else list(module)
+    return held if len({type(block) for block in held}) == 1 else []
+
+
+def _size(modules: list[nn.Module]) -> tuple[int, int]:
+    return sum(p.numel() for module in modules for p in module.parameters()), len(modules)
 
 
 class CheckpointHandle:
-    """Blocks whose forward is checkpointed until `remove` is called."""
+    """Blocks whose forward is checkpointed until `remove` is called, or until the ``with`` block ends that it is used in."""
 
-    def __init__(self, blocks: dict[str, nn.Module]) -> None:
+    def __init__(self, model: nn.Module, blocks: dict[str, nn.Module], policy: str, debug: bool) -> None:
         self.blocks = list(blocks)
         self._modules = list(blocks.values())
         self._own = [vars(block).get("forward") for block in self._modules]
-        for block in self._modules:
-            block.forward = _checkpointed(block, block.forward)
+        self._forwards = [_CheckpointedForward(block, name, policy, debug) for name, block in blocks.items()]
+        for block, forward in zip(self._modules, self._forwards, strict=True):
+            block.forward = forward
+        configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+        self._caching = [config for config in configs if getattr(config, "use_cache", None) is True]
+        for config in self._caching:
+            config.use_cache = False
+
+    def explain(self) -> str:
+        """What the checkpoints did until now, and if that was nothing, why."""
+        calls, skipped, again = (sum(getattr(f, n) for f in self._forwards) for n in ("calls", "skipped", "recomputed"))
+        said = f"{len(self.blocks)} blocks checkpointed, called {calls} times, recomputed {again} times"
+        if not calls:
+            why = f"all {skipped} calls were under no_grad" if skipped else "the model does not call them"
+        elif not again:
+            why = "backward has not run, or nothing in the blocks and their inputs requires grad"
+        elif len(self.blocks) == 1 and calls > 1:
+            why = "one block is called several times, and the inputs of all calls are kept"
+        elif len(self.blocks) == 1:
+            why = "one block is recomputed as a whole, so at its backward everything in it is alive: checkpoint smaller parts"
+        else:
+            return f"{said}. If the peak did not fall, it stands elsewhere: look at trace.peak_phase and trace.breakdown()."
+        return f"{said}. Nothing was saved: {why}."
 
     def remove(self) -> None:
         """Give the blocks their own forward back."""
@@ -79,33 +145,169 @@ class CheckpointHandle:
                 vars(block).pop("forward", None)
             else:
                 block.forward = own
-        self._modules, self._own = [], []
+        for config in self._caching:
+            config.use_cache = True
+        self._modules, self._own, self._caching = [], [], []
+
+    def __enter__(self) -> CheckpointHandle:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, CheckpointError):
+            last = max(self._forwards, key=lambda forward: forward.last_recomputed)
+            error.add_note(
+                f"This was block {last.name!r}. In its second pass it took another path: it counts its calls, fills a cache, reads "
+                "something that has changed, or autocast was on in one pass only. checkpoint_blocks(..., debug=True) names the module."
+            )
+        self.remove()
 
 
-def _checkpointed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _frozen_statistics(block)
+class _CheckpointedForward:
+    """A block's forward, checkpointed. An object and no closure, so that a copied model calls the copy's own blocks."""
 
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    _clock = 0
+
+    def __init__(self, block: nn.Module, name: str, policy: str, debug: bool) -> None:
+        self.name = name
+        self.calls = self.skipped = self.recomputed = self.last_recomputed = self.kept = 0
+        self._block, self._policy, self._debug = block, policy, debug
+        self.__wrapped__ = block.forward  # the name under which inspect finds the arguments
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            self.skipped += 1
+            return self.__wrapped__(*args, **kwargs)
+        self.calls += 1
+        # Not as keywords: checkpoint() has some of its own, and saves the random state only of devices in positional arguments.
+        out = checkpoint(self._call, kwargs, *args, use_reentrant=False, context_fn=self._contexts)
+        if self._policy == "selective" and not self.kept and self.calls == 1:
+            warnings.warn(
+                f"Selective checkpointing keeps products and attention, and {self.name!r} has none: all is recomputed.", stacklevel=2
+            )
+        return out
 
-    return run
+    def _call(self, kwargs: dict[str, Any], *args: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first: list[Any] = []
+        second: list[Any] = [_FrozenStatistics(self._block), _Counted(self)]
+        if self._policy == "selective":
+            keeping = create_selective_checkpoint_contexts(self._keep)
+            first.append(keeping[0])
+            second.append(keeping[1])
+        if self._debug:
+            comparison = _Comparison(self._block, self.name)
+            first.append(comparison)
+            second.append(comparison)
+        return _All(first) if first else nullcontext(), _All(second)
+
+    def _keep(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if str(operator).split(".")[1] not in KEPT:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        self.kept += 1
+        return CheckpointPolicy.MUST_SAVE
 
 
-@contextmanager
-def _frozen_statistics(block: nn.Module) -> Iterator[None]:
-    """While a block is computed again, its BatchNorms normalise as before but do not count the batch twice."""
-    norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
-    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
-        norm.momentum = 0.0  # running = 1 * running + 0 * batch
-        if norm.num_batches_tracked is not None:
-            norm.num_batches_tracked = norm.num_batches_tracked.clone()
-    try:
-        yield
-    finally:
-        for norm, momentum, count in before:
+KEPT = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "convolution", "mkldnn_linear", "_scaled_mm", "_flex_attention"} | {
+    f"_scaled_dot_product_{kind}"
+    for kind in (
+        "flash_attention",
+        "flash_attention_for_cpu",
+        "efficient_attention",
+        "cudnn_attention",
+        "fused_attention_overrideable",
+        "attention_math",
+    )
+}
+"""Operators whose results selective checkpointing keeps: those that cost the most to compute again for their bytes."""
+
+
+class _All:
+    """Several contexts as one that can be entered again: a kept graph is recomputed once for each backward."""
+
+    def __init__(self, contexts: list[Any]) -> None:
+        self._contexts = contexts
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._stack = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
+
+
+class _Counted:
+    """Notes that a block is recomputed, and which was the last."""
+
+    def __init__(self, forward: _CheckpointedForward) -> None:
+        self._forward = forward
+
+    def __enter__(self) -> None:
+        _CheckpointedForward._clock += 1
+        self._forward.recomputed += 1
+        self._forward.last_recomputed = _CheckpointedForward._clock
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+class _Comparison:
+    """The outputs of a block's modules in the first pass, and whether the second gives the same."""
+
+    def __init__(self, block: nn.Module, name: str) -> None:
+        self._named = {module: f"{name}.{inner}" for inner, module in block.named_modules() if inner}
+        self._first: list[list[torch.Tensor]] = []
+        self._passes = 0
+
+    def __enter__(self) -> None:
+        self._passes += 1
+        self._position = 0
+        self._handles = [module.register_forward_hook(self._output) for module in self._named]
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _output(self, module: nn.Module, args: Any, output: Any) -> None:
+        with torch._C._DisableTorchDispatch():  # looking is no operator of the block: selective checkpointing would replay it
+            found = [tensor.detach() for tensor in tensors_in(output)]
+            if self._passes == 1:
+                self._first.append([tensor.clone() for tensor in found])
+                return
+            expected = self._first[self._position] if self._position < len(self._first) else []
+            self._position += 1
+            same = len(found) == len(expected) and all(map(_equal, found, expected))
+        if not same:
+            raise RuntimeError(
+                f"Checkpointing computes a block twice, and {self._named[module]!r} gave something else the second time: it is no pure "
+                "function of its inputs and parameters. Take what it counts, caches or draws out of the block, or leave the block out."
+            )
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+class _FrozenStatistics:
+    """While a block is computed again, its norms with running statistics do not count the batch twice.
+
+    Entered once for each backward through the block, of which a kept graph allows several.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+
+    def __enter__(self) -> None:
+        norms = [m for m in self._block.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
+        self._before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+        for norm in norms:
+            norm.momentum = 0.0  # running = 1 * running + 0 * batch
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked = norm.num_batches_tracked.clone()
+
+    def __exit__(self, *error: object) -> None:
+        for norm, momentum, count in self._before:
             norm.momentum, norm.num_batches_tracked = momentum, count

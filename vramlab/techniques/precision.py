@@ -1,8 +1,10 @@
-"""Numerical precision: autocast, pure bf16 and the dynamic loss scale, behind one object a training loop calls."""
+"""Numerical precision: autocast, pure bf16, TF32 and the dynamic loss scale, behind one object a training loop calls."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from torch import nn
 from vramlab.tensors import map_tensors
 
 _AUTOCAST = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}
+_TF32 = {"fp32": "ieee", "tf32": "tf32"}
+MODES = ("fp32", "tf32", "amp-fp16", "amp-bf16", "bf16")
 
 
 class Precision:
@@ -24,27 +28,54 @@ class Precision:
         precision.step(optimizer, clip_norm=1.0)
 
     Args:
-        mode: fp32; amp-bf16 and amp-fp16: products in 2 bytes by autocast, parameters stay fp32; bf16: parameters,
-            gradients, optimizer state and activations in 2 bytes.
-        loss_scale: first loss scale of amp-fp16, which doubles after ``growth_interval`` good steps and halves after
-            a step with an infinite gradient, which is skipped.
+        mode: fp32 (also no TF32 in convolutions, which torch has on by itself); tf32: fp32 numbers, products on tensor
+            cores with 10 bits of mantissa; amp-bf16 and amp-fp16: products in 2 bytes by autocast, parameters stay
+            fp32; bf16: parameters, gradients, optimizer state and activations in 2 bytes.
+        loss_scale, growth_factor, backoff_factor, growth_interval: of amp-fp16: the first scale of the loss, by what
+            it grows after so many good steps, and by what it shrinks after a step with an infinite gradient, which is
+            skipped.
 
     Raises:
-        ValueError: an unknown mode.
+        ValueError: an unknown mode; from `prepare` and `autocast` too, see there.
 
     Reference: Micikevicius et al. 2018, Mixed Precision Training; ``torch/amp/grad_scaler.py``.
     """
 
-    def __init__(self, mode: str, *, loss_scale: float = 65536.0, growth_interval: int = 2000) -> None:
-        if mode not in ("fp32", "bf16", *_AUTOCAST):
-            raise ValueError(f"Precision is 'fp32', 'amp-bf16', 'amp-fp16' or 'bf16', got {mode!r}.")
+    def __init__(
+        self,
+        mode: str,
+        *,
+        loss_scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"Precision is one of {', '.join(map(repr, MODES))}, got {mode!r}.")
         self.mode = mode
         self.skipped_steps = 0
-        self._loss_scale, self._growth_interval = loss_scale, growth_interval
+        self._options: dict[str, Any] = {"init_scale": loss_scale, "growth_factor": growth_factor}
+        self._options |= {"backoff_factor": backoff_factor, "growth_interval": growth_interval}
         self._scaler: torch.amp.GradScaler | None = None
+        self._loaded: dict[str, Any] = {}
+        self._loss: torch.Tensor | None = None  # the last that went backward in this window
+
+    @property
+    def scale(self) -> float:
+        """What amp-fp16 multiplies the loss with now; 1 in the other modes. Reading it waits for the device."""
+        if self.mode != "amp-fp16":
+            return 1.0
+        return self._scaler.get_scale() if self._scaler else float(self._loaded.get("scale", self._options["init_scale"]))
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Bring the model's parameters to this precision, in place (only bf16 changes them), and return it."""
+        """Bring the model's parameters to this precision, in place (only bf16 changes them), and return it.
+
+        Raises:
+            ValueError: amp-fp16 with parameters that are fp16 themselves, by name: their gradients cannot be unscaled.
+        """
+        half = [name for name, p in model.named_parameters() if p.dtype is torch.float16 and p.requires_grad]
+        if half and self.mode == "amp-fp16":
+            raise ValueError(f"amp-fp16 needs fp32 parameters, and these are fp16: {', '.join(half)}. Do not call .half(): autocast casts.")
         return model.to(torch.bfloat16) if self.mode == "bf16" else model
 
     def inputs(self, batch: Any) -> Any:
@@ -53,44 +84,138 @@ class Precision:
             return batch
         return map_tensors(lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t, batch)
 
-    def autocast(self, device: torch.device | str) -> AbstractContextManager[Any]:
-        """The context for forward and loss; backward runs outside it."""
-        if self.mode not in _AUTOCAST:
-            return nullcontext()
-        return torch.autocast(torch.device(device).type, dtype=_AUTOCAST[self.mode])
+    @contextmanager
+    def autocast(self, device: torch.device | str) -> Iterator[None]:
+        """The context for forward and loss; backward runs outside it.
+
+        Raises:
+            ValueError: the card has no bf16 arithmetic, or torch has no such autocast for the device.
+        """
+        device = torch.device(device)
+        _refuse_emulated_bf16(self.mode, device)
+        with self._tf32(device):
+            if self.mode not in _AUTOCAST:
+                yield
+                return
+            with torch.autocast(device.type, dtype=_AUTOCAST[self.mode]):
+                # torch only warns when it cannot do what it was asked for, and then computes in fp32.
+                if not torch.is_autocast_enabled(device.type) or torch.get_autocast_dtype(device.type) != _AUTOCAST[self.mode]:
+                    raise ValueError(f"torch has no autocast to {_AUTOCAST[self.mode]} on {device.type}; use precision 'fp32' or 'bf16'.")
+                yield
 
     def backward(self, loss: torch.Tensor) -> None:
         """``loss.backward()``, in amp-fp16 multiplied by the loss scale so that small gradients do not become 0."""
         scaler = self._scaler_on(loss.device)
-        (scaler.scale(loss) if scaler else loss).backward()
+        self._loss = loss.detach()
+        with self._tf32(loss.device):
+            (scaler.scale(loss) if scaler else loss).backward()
 
-    def step(self, optimizer: torch.optim.Optimizer, clip_norm: float | None = None) -> bool:
-        """Unscale, clip the gradient's norm if asked to, and step.
+    def step(self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], clip_norm: float | None = None) -> bool:
+        """Unscale, clip the gradient's norm if asked to, and step, once a window.
+
+        Args:
+            optimizer: one, or all those of the window: the loss scale is brought up to date once for all. One that
+                finds an infinite gradient is skipped alone.
+            clip_norm: of all gradients of one optimizer together.
 
         Returns:
-            False if an infinite gradient made the loss scaler skip this step.
+            False if any optimizer was skipped for an infinite gradient, or nothing went backward since the last step.
+
+        Raises:
+            RuntimeError: backward has run, and no optimizer has a gradient.
+            ValueError: amp-fp16 with fp16 parameters.
         """
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        scaler = self._scaler_on(parameters[0].device)
-        if scaler and clip_norm is not None:
-            scaler.unscale_(optimizer)  # the norm of scaled gradients would be too large by the scale
-        if clip_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, clip_norm)
-        if not scaler:
-            optimizer.step()
-            return True
+        if self._loss is None:
+            return False
+        loss, self._loss = self._loss, None
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        ready = [o for o in optimizers if _has_work(o)]
+        if not ready:
+            raise RuntimeError(
+                "backward() has run and no parameter of the optimizer has a gradient: they are frozen, or not those of the model "
+                "(moved or replaced after the optimizer was built), or the loss does not lead back to them."
+            )
+        scaler = self._scaler_on(loss.device)
+        for each in ready:
+            parameters = [p for group in each.param_groups for p in group["params"]]
+            if scaler and clip_norm is not None:
+                scaler.unscale_(each)  # the norm of scaled gradients would be too large by the scale
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(parameters, clip_norm)
+            if scaler:
+                scaler.step(each)
+            else:
+                each.step()
+        return self._update(scaler, loss) if scaler else True
+
+    def _update(self, scaler: torch.amp.GradScaler, loss: torch.Tensor) -> bool:
         before = scaler.get_scale()
-        scaler.step(optimizer)
         scaler.update()
-        skipped = scaler.get_scale() < before
-        self.skipped_steps += skipped
-        return not skipped
+        if scaler.get_scale() >= before:
+            return True
+        self.skipped_steps += 1
+        if not torch.isfinite(loss):
+            warnings.warn(
+                f"The loss itself is {loss.item()}: the forward pass left fp16's range (65504), which no loss scale mends. Use amp-bf16.",
+                stacklevel=3,
+            )
+        return False
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale and its counters; empty in the other modes."""
-        return self._scaler.state_dict() if self._scaler else {}
+        """The loss scale and its counters; empty in the other modes, and before the first backward."""
+        return self._scaler.state_dict() if self._scaler else self._loaded
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the loss scale that `state_dict` gave; an empty state changes nothing."""
+        self._loaded = dict(state)
+        if self._scaler and state:
+            self._scaler.load_state_dict(self._loaded)
 
     def _scaler_on(self, device: torch.device) -> torch.amp.GradScaler | None:
         if self.mode == "amp-fp16" and self._scaler is None:
-            self._scaler = torch.amp.GradScaler(device.type, init_scale=self._loss_scale, growth_interval=self._growth_interval)
+            self._scaler = torch.amp.GradScaler(device.type, **self._options)
+            self.load_state_dict(self._loaded)
         return self._scaler
+
+    @contextmanager
+    def _tf32(self, device: torch.device) -> Iterator[None]:
+        """Set, and afterwards set back, how a card multiplies fp32 numbers; the other modes leave it as it is."""
+        if self.mode not in _TF32 or device.type != "cuda":
+            yield
+            return
+        with fp32_precision(_TF32[self.mode]):
+            yield
+
+
+@contextmanager
+def fp32_precision(precision: str) -> Iterator[None]:
+    """Inside, CUDA's matrix products, convolutions and recurrent layers on fp32 numbers use "ieee" or "tf32".
+
+    All three are set one by one, since the setting above them did not reach all in every release (pytorch issue 179445),
+    and with the API that torch has since 2.9 alone: torch refuses a mixture with ``allow_tf32``.
+    """
+    cudnn: Any = torch.backends.cudnn
+    backends = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = precision
+        yield
+    finally:
+        for backend, old in zip(backends, before, strict=True):
+            backend.fp32_precision = old
+
+
+def _has_work(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it has gradients, or used them up in backward."""
+    gradients = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+    return gradients or getattr(optimizer, "steps_in_backward", False)
+
+
+def _refuse_emulated_bf16(mode: str, device: torch.device) -> None:
+    if device.type == "cpu" or "bf16" not in mode:
+        return
+    capability = getattr(torch.get_device_module(device), "get_device_capability", lambda device: (8, 0))(device)
+    if capability is not None and tuple(capability) < (8, 0):
+        found = ".".join(map(str, capability))
+        raise ValueError(f"bf16 needs a card of compute capability 8.0 (Ampere), and {device} has {found}. Use precision 'amp-fp16'.")

@@ -1,0 +1,792 @@
+"""Activation checkpointing: the same bits in loss, gradients and statistics, then the bytes that it saves."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import vramlab as vl
+from vramlab.tasks.models import GPT, Block, DecoderConfig, decoder
+from vramlab.techniques import Precision, Window, checkpoint_blocks
+from vramlab.techniques.checkpointing import find_blocks
+
+
+def gpt(layers: int = 3, dropout: float = 0.1) -> GPT:
+    torch.manual_seed(3)
+    return GPT(DecoderConfig(layers=layers, heads=2, width=16, sequence=8, vocabulary=32, dropout=dropout))
+
+
+TOKENS = torch.arange(32).view(4, 8)
+
+
+def backward(model: nn.Module, x: Any = TOKENS, **autocast: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Loss and gradients of one pass with fixed dropout masks."""
+    model.zero_grad()
+    torch.manual_seed(7)
+    with torch.autocast("cpu", **autocast) if autocast else torch.enable_grad():
+        out = model(x)
+        out = out[0] if isinstance(out, tuple) else out
+        loss = out.float().square().mean()
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def assert_same_bits(model: nn.Module, *, every: int = 1, x: Any = TOKENS, **autocast: Any) -> None:
+    """Loss, gradients and buffers with and without checkpointing."""
+    other = copy.deepcopy(model)
+    loss, gradients = backward(model, x, **autocast)
+    checkpoint_blocks(other, every)
+    other_loss, other_gradients = backward(other, x, **autocast)
+    assert torch.equal(loss, other_loss)
+    assert len(gradients) == len(other_gradients) > 0
+    assert all(map(torch.equal, gradients, other_gradients))
+    for (name, buffer), other_buffer in zip(model.named_buffers(), other.buffers(), strict=True):
+        assert torch.equal(buffer, other_buffer), name
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+class Counted(nn.Module):
+    """A block that counts how often its forward runs."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(x).tanh()
+
+
+def counted(n: int = 3) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(Counted() for _ in range(n)))
+
+
+def calls(model: nn.Module) -> list[int]:
+    return [m.calls for m in model.modules() if isinstance(m, Counted)]
+
+
+# Same numbers as without.
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 9])
+@pytest.mark.parametrize("autocast", [{}, {"dtype": torch.bfloat16}, {"dtype": torch.float16}], ids=["fp32", "amp-bf16", "amp-fp16"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["no dropout", "dropout"])
+def test_loss_and_gradients_are_bitwise_the_same(every: int, autocast: dict[str, Any], dropout: float) -> None:
+    assert_same_bits(gpt(dropout=dropout), every=every, **autocast)
+
+
+def test_without_the_random_state_dropout_would_differ() -> None:
+    """The comparison above can fail: torch's checkpoint without its saved random state gives other gradients."""
+    model = gpt(dropout=0.3)
+    _, right = backward(model)
+    for block in model.blocks:
+        block.forward = _careless(block.forward)
+    assert not all(map(torch.equal, right, backward(model)[1]))
+
+
+def _careless(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x: torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
+
+
+@pytest.mark.parametrize("recipe", [{}, {"precision": "amp-bf16"}, {"precision": "amp-fp16"}, {"precision": "bf16"}], ids=str)
+def test_runs_with_and_without_have_equal_losses(recipe: dict[str, Any]) -> None:
+    options = {"micro_batch": 2, "accumulation": 2, "clip_norm": 0.5, **recipe}
+    task = vl.tasks.gpt("nano", sequence=16, dropout=0.1)
+    plain, every, second = (
+        vl.run(task, vl.Recipe(**options, **extra), steps=4, progress=False)
+        for extra in ({}, {"checkpointing": "blocks"}, {"checkpointing": "blocks", "checkpoint_every": 2})
+    )
+    assert plain.losses == every.losses == second.losses
+    assert len(set(plain.losses)) == 4
+
+
+def test_a_second_backward_through_a_kept_graph_works() -> None:
+    model = counted()
+    x = torch.randn(2, 4)
+    checkpoint_blocks(model)
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    once = model[0].linear.weight.grad.clone()
+    loss.backward()
+    assert torch.equal(model[0].linear.weight.grad, 2 * once)
+
+
+def test_two_losses_of_one_trunk_go_backward_one_after_the_other() -> None:
+    """Each backward computes the blocks again; running statistics still count the batch once."""
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Tanh())
+
+    model, results = nn.Sequential(block(), block()), []
+    for checkpointing in (False, True):
+        other = copy.deepcopy(model)
+        if checkpointing:
+            checkpoint_blocks(other)
+        torch.manual_seed(7)
+        y = other(torch.ones(8, 4))
+        y.sum().backward(retain_graph=True)
+        y.square().sum().backward()
+        results.append([*gradients(other), *other.buffers()])
+    assert all(map(torch.equal, *results))
+
+
+def test_autograd_grad_works() -> None:
+    model, x = counted(), torch.randn(2, 4, requires_grad=True)
+    (right,) = torch.autograd.grad(model(x).sum(), x)
+    checkpoint_blocks(model)
+    (found,) = torch.autograd.grad(model(x).sum(), x)
+    assert torch.equal(found, right)
+
+
+def test_a_gradient_hook_fires_once_a_backward() -> None:
+    """pytorch issue 81296: with reentrant checkpointing, hooks on shared parameters fire twice."""
+    block = Counted()
+    model = nn.Sequential(block, block)
+    checkpoint_blocks(model)
+    fired: list[int] = []
+    block.linear.weight.register_post_accumulate_grad_hook(lambda p: fired.append(1))
+    backward(model, torch.randn(2, 4))
+    assert fired == [1]
+
+
+class Twice(nn.Module):
+    """One block used twice, as recurrent models and tied layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (*self.blocks, *self.blocks):
+            x = block(x).tanh()
+        return x
+
+
+def test_a_block_may_be_used_twice() -> None:
+    assert_same_bits(Twice(), x=torch.randn(3, 4))
+
+
+def test_nested_blocks_of_the_same_class_work() -> None:
+    class Nest(nn.Module):
+        def __init__(self, inner: int = 0) -> None:
+            super().__init__()
+            self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(0.5)
+            self.inner = nn.ModuleList(Nest() for _ in range(inner))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for nest in self.inner:
+                x = nest(x)
+            return self.dropout(self.linear(x)).tanh()
+
+    assert_same_bits(nn.Sequential(Nest(2), Nest(2)), x=torch.randn(3, 4))
+
+
+# What blocks take and give.
+
+
+class Rich(nn.Module):
+    """A block with keywords, among them names that torch's checkpoint has too, and nested outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(0.5)
+
+    def forward(self, x: dict[str, torch.Tensor], mask: torch.Tensor | None = None, *, debug: float = 1.0, function: Any = None) -> Any:
+        y = self.dropout(self.linear(x["x"])) * debug
+        if mask is not None:
+            y = y * mask
+        return {"x": y if function is None else function(y), "n": 3, "none": None}, [y.sum()]
+
+
+class RichModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Rich() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state, extra = {"x": x}, []
+        for block in self.blocks:
+            state, more = block(state, mask=x > 0, debug=2.0, function=torch.tanh)
+            assert (state["n"], state["none"]) == (3, None)
+            extra += more
+        return state["x"] + sum(extra)
+
+
+def test_keywords_dicts_tuples_and_lists_pass_through() -> None:
+    assert_same_bits(RichModel(), x=torch.randn(3, 4))
+
+
+def test_a_block_called_by_keyword_alone_works() -> None:
+    class ByKeyword(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(8, 2, dropout=0.5), Block(8, 2, dropout=0.5)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x=x)
+            return x
+
+    assert_same_bits(ByKeyword(), x=torch.randn(2, 3, 8))
+
+
+def test_the_arguments_can_still_be_looked_up() -> None:
+    """Libraries read them, transformers for one."""
+    model = RichModel()
+    right = inspect.signature(model.blocks[0].forward)
+    checkpoint_blocks(model)
+    assert inspect.signature(model.blocks[0].forward) == right
+
+
+def test_hooks_on_a_block_run_once() -> None:
+    model = counted()
+    checkpoint_blocks(model)
+    seen: list[int] = []
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    backward(model, torch.randn(2, 4))
+    assert seen == [1]
+
+
+def test_an_exception_in_a_block_is_the_callers() -> None:
+    model = counted()
+    checkpoint_blocks(model)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.randn(2, 5))
+    backward(model, torch.randn(2, 4))  # and nothing is left behind
+
+
+def test_a_frozen_model_gives_its_output() -> None:
+    model = counted().requires_grad_(False)
+    right = model(torch.ones(2, 4))
+    checkpoint_blocks(model)
+    assert torch.equal(model(torch.ones(2, 4)), right)
+
+
+# When forward runs.
+
+
+def test_a_training_pass_runs_each_checkpointed_block_twice() -> None:
+    for every, right in ((1, [2, 2, 2, 2, 2]), (2, [2, 1, 2, 1, 2]), (3, [2, 1, 1, 2, 1]), (9, [2, 1, 1, 1, 1])):
+        model = counted(5)
+        handle = checkpoint_blocks(model, every)
+        backward(model, torch.randn(2, 4))
+        assert calls(model) == right
+        assert handle.blocks == [str(i) for i, n in enumerate(right) if n == 2]
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_evaluation_without_gradients_runs_each_block_once(off: Callable[[], Any]) -> None:
+    model = counted()
+    checkpoint_blocks(model)
+    with off():
+        assert not model(torch.randn(2, 4)).requires_grad
+    assert calls(model) == [1, 1, 1]
+
+
+def test_evaluation_between_training_steps_changes_nothing() -> None:
+    model = gpt(dropout=0.3)
+    checkpoint_blocks(model)
+    _, right = backward(model)
+    model.eval()
+    with torch.no_grad():
+        model(TOKENS)
+    model.train()
+    assert all(map(torch.equal, right, backward(model)[1]))
+
+
+# Statistics.
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.3, None])
+@pytest.mark.parametrize("tracking", [True, False], ids=["tracking", "not tracking"])
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+def test_batch_norm_counts_each_batch_once(momentum: float | None, tracking: bool, affine: bool) -> None:
+    """pytorch issue 96136: running mean and variance move twice, and evaluation gets worse."""
+
+    def block() -> nn.Module:
+        norm = nn.BatchNorm1d(4, momentum=momentum, track_running_stats=tracking, affine=affine)
+        return nn.Sequential(nn.Linear(4, 4), norm, nn.ReLU())
+
+    model = nn.Sequential(block(), block())
+    other = copy.deepcopy(model)
+    handle = checkpoint_blocks(other)
+    for _ in range(3):
+        x = torch.randn(16, 4) + 5
+        backward(model, x)
+        backward(other, x)
+    assert all(map(torch.equal, model.buffers(), other.buffers()))
+    if tracking:
+        assert [int(m.num_batches_tracked) for m in other.modules() if isinstance(m, nn.BatchNorm1d)] == [3, 3]
+    assert [m.momentum for m in other.modules() if isinstance(m, nn.BatchNorm1d)] == [momentum] * 2
+    handle.remove()
+    assert torch.equal(model.eval()(x), other.eval()(x))
+
+
+def test_frozen_batch_norm_stays_as_it_is() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)))
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.eval()
+    before = [b.clone() for b in model.buffers()]
+    assert_same_bits(model, x=torch.randn(8, 4))
+    assert all(map(torch.equal, model.buffers(), before))
+
+
+def test_instance_norm_with_running_statistics_counts_once() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(2, 2, 1), nn.InstanceNorm2d(2, track_running_stats=True)) for _ in range(2)))
+    assert_same_bits(model, x=torch.randn(3, 2, 4, 4))
+
+
+def test_the_momentum_is_back_if_the_recomputation_fails() -> None:
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.calls = nn.BatchNorm1d(4), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            y = self.norm(x)
+            if self.calls == 2:
+                raise ValueError("the second pass fails")
+            return y * x
+
+    model = nn.Sequential(Failing())
+    checkpoint_blocks(model, blocks=Failing)
+    loss = model(torch.randn(8, 4, requires_grad=True)).sum()
+    with pytest.raises(ValueError, match="the second pass fails"):
+        loss.backward()
+    assert model[0].norm.momentum == 0.1
+    assert int(model[0].norm.num_batches_tracked) == 1
+
+
+def test_a_resnet_trains_to_the_same_statistics() -> None:
+    task = vl.tasks.resnet("nano")
+    models: list[nn.Module] = []
+
+    def kept() -> nn.Module:
+        models.append(task.model())
+        return models[-1]
+
+    losses = []
+    for checkpointing in ("none", "blocks"):
+        recipe = vl.Recipe(micro_batch=4, accumulation=2, checkpointing=checkpointing)  # type: ignore[arg-type]
+        losses.append(vl.run(vl.Task(kept, task.batch, task.loss), recipe, steps=3, progress=False).losses)
+    assert losses[0] == losses[1]
+    assert all(map(torch.equal, models[0].state_dict().values(), models[1].state_dict().values()))
+    assert int(models[1].blocks[0].norm1.num_batches_tracked) == 6
+
+
+# Before and after.
+
+
+def test_remove_leaves_the_model_as_it_was() -> None:
+    model = gpt()
+    before, keys = {name: dict(vars(m)) for name, m in model.named_modules()}, list(model.state_dict())
+    handle = checkpoint_blocks(model)
+    assert list(model.state_dict()) == keys
+    assert all("forward" in vars(block) for block in model.blocks)
+    handle.remove()
+    assert {name: dict(vars(m)) for name, m in model.named_modules()} == before
+    assert model.blocks[0].forward.__func__ is Block.forward
+    handle.remove()  # twice is once
+    assert {name: dict(vars(m)) for name, m in model.named_modules()} == before
+    assert pickle.dumps(model)
+    backward(copy.deepcopy(model))
+
+
+def test_after_remove_a_pass_runs_once() -> None:
+    model = counted()
+    checkpoint_blocks(model).remove()
+    backward(model, torch.randn(2, 4))
+    assert calls(model) == [1, 1, 1]
+
+
+def test_remove_restores_a_forward_that_somebody_had_set() -> None:
+    model = counted(2)
+    own = model[0].forward
+    model[0].forward = lambda x: own(x) * 2  # as libraries that place modules on devices do
+    theirs = vars(model[0])["forward"]
+    assert not torch.equal(model(torch.ones(1, 4)), counted(2)(torch.ones(1, 4)))
+    right = backward(model, torch.ones(1, 4))
+    handle = checkpoint_blocks(model)
+    found = backward(model, torch.ones(1, 4))
+    assert torch.equal(found[0], right[0])
+    assert all(map(torch.equal, found[1], right[1]))
+    handle.remove()
+    assert vars(model[0])["forward"] is theirs
+    assert "forward" not in vars(model[1])
+
+
+def test_the_handle_is_a_context_manager_too() -> None:
+    model = counted()
+    with pytest.raises(KeyError), checkpoint_blocks(model) as handle:  # noqa: PT012
+        assert handle.blocks == ["0", "1", "2"]
+        backward(model, torch.randn(2, 4))
+        raise KeyError
+    assert calls(model) == [2, 2, 2]
+    assert not any("forward" in vars(block) for block in model)
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved_and_loaded], ids=["deepcopy", "pickle", "save"]
+)
+def test_a_copy_of_a_checkpointed_model_uses_its_own_parameters(how: Callable[[nn.Module], Any]) -> None:
+    """A forward that remembers the block it was made for would run the original's parameters in the copy."""
+    model = gpt(dropout=0.0)
+    checkpoint_blocks(model)
+    right = backward(model)
+    other = how(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.zero_grad()
+    found = backward(other)
+    assert torch.equal(found[0], right[0])
+    assert all(map(torch.equal, found[1], right[1]))
+    assert all(p.grad is None for p in model.parameters())
+    assert all(isinstance(vars(block)["forward"], type(vars(model.blocks[0])["forward"])) for block in other.blocks)  # still checkpointed
+
+
+def test_a_run_releases_its_model_without_the_garbage_collector() -> None:
+    """On a card the bytes would stay until Python happens to collect cycles."""
+    task = vl.tasks.gpt("nano", sequence=8)
+    blocks: list[Any] = []
+
+    def model() -> nn.Module:
+        made = task.model()
+        blocks.extend(map(weakref.ref, [made, *made.blocks, *made.parameters()]))
+        return made
+
+    gc.collect()
+    gc.disable()
+    try:
+        vl.run(vl.Task(model, task.batch, task.loss), vl.Recipe(micro_batch=1, checkpointing="blocks"), steps=3, progress=False)
+        assert not [ref() for ref in blocks if ref() is not None]
+    finally:
+        gc.enable()
+
+
+# The saving.
+
+
+def saved_activations(model: nn.Module, x: torch.Tensor) -> dict[str, int]:
+    """Bytes of activations by module between forward and backward."""
+    with vl.record(model) as trace:
+        loss = model(x).square().mean()
+        trace_now = trace.by_module("end")
+        loss.backward()
+    if "activations" not in trace_now:
+        return {}
+    return {str(name): int(n) for name, n in trace_now["activations"].items() if n}
+
+
+def test_a_checkpointed_block_keeps_its_input_alone() -> None:
+    """The bytes a GPT block saves for backward, by hand: 16 tensors of its input's size and some statistics, against 1."""
+    b, t, c, heads = 4, 8, 16, 2
+    x = 4 * b * t * c  # bytes of one fp32 tensor (batch, time, width)
+    statistics = 4 * b * t  # mean, or 1 / deviation, of a layer norm
+    saved = (
+        (x + 2 * statistics)  # norm1
+        + 3 * x  # queries, keys and values
+        + (x + 4 * b * heads * t)  # attention's output, and the log-sum-exp of each row of scores
+        + x  # the residual stream after attention
+        + (x + 2 * statistics)  # norm2
+        + (4 * x + 4 * x)  # the hidden layer before and after GELU
+        + x  # the residual stream after the MLP: the next block's input
+    )
+
+    def held(layers: int, checkpointing: bool) -> int:
+        model = gpt(layers=layers, dropout=0.0)
+        if checkpointing:
+            checkpoint_blocks(model)
+        return sum(saved_activations(model, TOKENS).values())
+
+    for layers in (1, 2, 3):
+        assert held(layers + 1, False) - held(layers, False) == saved
+        assert held(layers + 1, True) - held(layers, True) == x
+        assert held(layers, False) - held(layers, True) == layers * (saved - x)
+
+
+def test_every_second_block_saves_half() -> None:
+    def held(every: int | None) -> int:
+        model = gpt(layers=4, dropout=0.0)
+        if every:
+            checkpoint_blocks(model, every)
+        return sum(saved_activations(model, TOKENS).values())
+
+    plain, all_blocks = held(None), held(1)
+    assert held(2) == (plain + all_blocks) / 2
+    assert held(4) == held(9) == plain - (plain - all_blocks) / 4
+
+
+def test_the_peak_of_wide_blocks_falls_to_what_was_measured_elsewhere() -> None:
+    """8 blocks Linear(64, 256), GELU, Linear(256, 64): pytorch issue 77284, bytes by hand.
+
+    Batch 2048: before backward each block holds its output and two hidden tensors, checkpointed its output alone.
+    Batch 32: gradients dominate, and checkpointing wins nothing.
+    """
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def held(model: nn.Module, batch: int) -> tuple[int, int]:
+        x = torch.randn(batch, 64)
+        with vl.record(model) as trace:
+            out = model(x)
+            held = trace.breakdown("end").activations
+            out.sum().backward()
+        return held, trace.peak - trace.baseline
+
+    for batch in (2048, 32):
+        model = nn.Sequential(*(block() for _ in range(8)))
+        plain, plain_peak = held(model, batch)
+        model.zero_grad()
+        checkpoint_blocks(model)
+        saved, saved_peak = held(model, batch)
+        outputs = 8 * batch * 64 * 4
+        assert plain == outputs + 8 * 2 * batch * 256 * 4
+        assert saved == outputs
+        assert saved_peak < 0.3 * plain_peak if batch == 2048 else saved_peak > 0.95 * plain_peak
+
+
+def test_recorded_runs_hold_fewer_activations_with_checkpointing() -> None:
+    task = vl.tasks.gpt("nano", sequence=32)
+    plain, every, second = (
+        vl.run(task, vl.Recipe(micro_batch=4, **extra), steps=2, progress=False).reports[1].memory
+        for extra in ({}, {"checkpointing": "blocks"}, {"checkpointing": "blocks", "checkpoint_every": 2})
+    )
+    assert plain is not None
+    assert every is not None
+    assert second is not None
+    held = [t.breakdown("forward").activations for t in (plain, second, every)]
+    assert held[0] > held[1] > held[2]
+    assert plain.breakdown("peak").parameters == every.breakdown("peak").parameters
+
+
+def test_nothing_is_left_of_a_step() -> None:
+    model = gpt()
+    checkpoint_blocks(model)
+    backward(model)
+    model.zero_grad()
+    gc.collect()
+    with vl.record(model) as trace:
+        backward(model)
+        model.zero_grad()
+    assert trace.breakdown("end").activations == 0
+    assert trace.breakdown("end").gradients == 0
+
+
+# Together with the others.
+
+
+def test_autocast_outside_with_a_weight_used_before_and_inside() -> None:
+    """pytorch issue 141896: the cache of weight copies differs between the passes."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.blocks = nn.ModuleList(nn.Sequential(self.linear, nn.GELU()) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.linear(x)
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    assert_same_bits(Shared(), x=torch.randn(4, 8), dtype=torch.bfloat16)
+
+
+def test_accumulation_clipping_and_the_loss_scaler_see_the_same_gradients() -> None:
+    moved = []
+    for checkpointing in (False, True):
+        model = gpt(dropout=0.2)
+        optimizer, precision, window = torch.optim.SGD(model.parameters(), lr=0.1), Precision("amp-fp16"), Window(3)
+        if checkpointing:
+            checkpoint_blocks(model)
+        torch.manual_seed(5)
+        for size in (4, 2, 3):
+            with precision.autocast("cpu"):
+                loss = F.cross_entropy(model(TOKENS[:size]).float().flatten(0, 1), TOKENS[:size].flatten(), reduction="sum")
+            precision.backward(window.share(loss, 8 * size))
+        window.close(model.parameters())
+        assert precision.step(optimizer, clip_norm=0.1)
+        moved.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *moved))
+
+
+# Which blocks.
+
+
+def test_blocks_of_the_built_in_models() -> None:
+    for task, names in (
+        (vl.tasks.gpt("nano"), ["blocks.0", "blocks.1"]),
+        (vl.tasks.gpt("llama-nano"), ["blocks.0", "blocks.1"]),
+        (vl.tasks.vit("nano"), [f"blocks.{i}" for i in range(4)]),
+        (vl.tasks.resnet("nano"), [f"blocks.{i}" for i in range(6)]),
+    ):
+        assert list(find_blocks(task.model())) == names
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "count"), [("resnet50", "Bottleneck", 16), ("vit_b_16", "EncoderBlock", 12), ("densenet121", "_DenseLayer", 58)]
+)
+def test_blocks_of_torchvision_models(name: str, kind: str, count: int) -> None:
+    import torchvision
+
+    with torch.device("meta"):
+        blocks = find_blocks(getattr(torchvision.models, name)(weights=None))
+    assert (len(blocks), {type(block).__name__ for block in blocks.values()}) == (count, {kind})
+
+
+def transformers_models() -> dict[str, Callable[[], nn.Module]]:
+    import transformers as hf
+
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    llama = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32, "intermediate_size": 64}
+    gpt2 = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64, "n_positions": 32, **ends}
+    t5 = {"num_layers": 2, "num_heads": 2, "d_model": 32, "d_kv": 16, "d_ff": 64, "vocab_size": 64, "decoder_start_token_id": 0}
+    return {
+        "GPT-2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2)),
+        "GPT-2, eager attention": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2, attn_implementation="eager")),
+        "Llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=64, **llama, **ends)),
+        "T5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**t5)),
+    }
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["GPT-2", "GPT-2, eager attention", "Llama", "T5"])
+def test_a_transformers_model_trains_to_the_same_bits_although_it_has_a_cache(name: str) -> None:
+    """Its cache for generation is on by default; a second pass would append the same keys again."""
+    torch.manual_seed(0)
+    model = transformers_models()[name]().train()
+    inputs = {"input_ids": torch.randint(64, (2, 8))}
+    if name == "T5":
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+
+    def logits(_: Any) -> torch.Tensor:
+        return model(**inputs).logits
+
+    holder = nn.Module()
+    holder.model, holder.forward = model, logits  # type: ignore[assignment]
+    caching = backward(holder)
+    handle = checkpoint_blocks(holder)
+    assert len(handle.blocks) == (4 if name == "T5" else 2)
+    assert model.config.use_cache is False
+    found = backward(holder)
+    handle.remove()
+    assert model.config.use_cache is True
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config.use_cache = False
+    right = backward(holder)
+    assert torch.equal(found[0], right[0])
+    assert all(map(torch.equal, found[1], right[1]))
+    for a, b in zip(found[1], caching[1], strict=True):  # keys that went through the cache are rounded elsewhere
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_experts_inside_layers_are_not_taken_for_the_blocks() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
+            self.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(9))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.experts[0](x)
+
+    model = nn.ModuleList(Layer() for _ in range(3))
+    assert list(find_blocks(model)) == ["0", "1", "2"]
+
+
+def test_blocks_that_are_sequentials_are_told_from_the_sequentials_around_them() -> None:
+    """Many models are written as lists of lists of layers; checkpointing the outer ones would save nothing."""
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    stages = nn.Sequential(nn.Sequential(block(), block()), nn.Sequential(block(), block(), block()))
+    assert list(find_blocks(stages)) == ["0.0", "0.1", "1.0", "1.1", "1.2"]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(block(), block()), nn.Linear(4, 4))
+    assert list(find_blocks(model)) == ["1.0", "1.1"]
+    assert_same_bits(model, x=torch.randn(2, 4))
+
+
+def test_a_stage_of_a_single_block_counts_too() -> None:
+    model = nn.Sequential(nn.Sequential(Counted()), nn.Sequential(Counted(), Counted()))
+    assert list(find_blocks(model)) == ["0.0", "1.0", "1.1"]
+
+
+def test_lists_that_are_never_called_are_not_taken_for_blocks() -> None:
+    """Layers as pairs in a ModuleList: nothing calls the pair, so a checkpoint around it would silently do nothing."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleList([nn.GRU(4, 4), nn.Linear(4, 4)]) for _ in range(3))
+    with pytest.raises(ValueError, match="Checkpointing needs repeated blocks"):
+        find_blocks(model)
+    assert list(find_blocks(model, nn.Linear)) == ["layers.0.1", "layers.1.1", "layers.2.1"]
+
+
+def test_a_module_dict_of_blocks_counts_too() -> None:
+    model = nn.ModuleDict({"a": Counted(), "b": Counted()})
+    assert list(find_blocks(model)) == ["a", "b"]
+
+
+def test_a_model_of_one_layer_has_one_block() -> None:
+    model = decoder(DecoderConfig(layers=1, heads=1, width=4, sequence=8, vocabulary=32))
+    assert list(find_blocks(model)) == ["blocks.0"]
+
+
+def test_the_class_can_be_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    handle = checkpoint_blocks(model, blocks=nn.Linear)
+    assert handle.blocks == ["0", "2"]
+    assert list(find_blocks(gpt(), nn.LayerNorm))[:3] == ["blocks.0.norm1", "blocks.0.norm2", "blocks.1.norm1"]
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2))], ids=repr)
+def test_a_model_without_repeated_blocks_is_refused(model: nn.Module) -> None:
+    text = rf"Checkpointing needs repeated blocks: {type(model).__name__} has no ModuleList or Sequential of one class"
+    with pytest.raises(ValueError, match=rf"^{text}\. Name their class: checkpoint_blocks\(model, blocks=MyBlock\)\.$"):
+        checkpoint_blocks(model)
+    assert "forward" not in vars(model)
+
+
+def test_a_run_of_a_model_without_repeated_blocks_is_refused() -> None:
+    task = vl.Task(lambda: nn.Linear(2, 2), lambda n, d: torch.randn(n, 2), lambda m, b: (m(b).sum(), len(b)))
+    with pytest.raises(ValueError, match="Checkpointing needs repeated blocks: Linear has no ModuleList"):
+        vl.run(task, vl.Recipe(checkpointing="blocks"), steps=1, progress=False)
+
+
+def test_a_class_that_does_not_occur_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^GPT has no block of class Conv2d; name the class of one of its modules\.$"):
+        checkpoint_blocks(gpt(), blocks=nn.Conv2d)
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, "2", None, True])
+def test_every_is_a_whole_number_of_at_least_1(every: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^every is a whole number of at least 1, got {every!r}; 2 checkpoints every second block\.$"):
+        checkpoint_blocks(gpt(), every)

@@ -1,0 +1,198 @@
+"""What optimizers hold: their state, the temporaries of a step, and when gradients and state are there; 8-bit AdamW."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import vramlab as vl
+from vramlab.memory.trace import Category
+from vramlab.techniques.adafactor import Adafactor
+from vramlab.techniques.low_bit import adamw_8bit
+from vramlab.training import train
+
+Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def step_extra(factory: Factory, shapes: list[tuple[int, ...]]) -> int:
+    """The most bytes that a second step holds beside parameters, gradients and state."""
+    params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    optimizer = factory(params)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    with vl.record(optimizer=optimizer) as trace:
+        optimizer.step()
+    assert trace.breakdown("end").total == trace.baseline
+    return trace.peak - trace.baseline
+
+
+TWENTY = [(1000,)] * 20
+MATRICES = [(40, 25)] * 20
+
+
+@pytest.mark.parametrize(
+    ("factory", "shapes", "low", "high"),
+    [
+        (lambda p: torch.optim.AdamW(p, foreach=False), TWENTY, 3 * 4000, 3 * 4000),
+        (lambda p: torch.optim.AdamW(p, foreach=True), TWENTY, 80_000, 80_000 + 400),
+        (lambda p: torch.optim.AdamW(p, fused=True), TWENTY, 0, 100),
+        (lambda p: torch.optim.SGD(p, foreach=False), TWENTY, 0, 0),
+        (lambda p: torch.optim.SGD(p, foreach=True), TWENTY, 0, 0),
+        (lambda p: Adafactor(p, foreach=False), TWENTY, 4000, 4000 + 20),
+        (lambda p: Adafactor(p, foreach=True), TWENTY, 80_000, 80_000 + 400),
+        (lambda p: Adafactor(p, foreach=False), MATRICES, 4000, 4000 + 4 * 40 + 20),
+        (lambda p: torch.optim.Adafactor(p, foreach=False), MATRICES, 2 * 4000, 2 * 4000 + 400),
+    ],
+)
+def test_the_temporaries_of_a_step_are_those_worked_out_by_hand(
+    factory: Factory, shapes: list[tuple[int, ...]], low: int, high: int
+) -> None:
+    """source: pytorch/pytorch#97712, Lightning-AI/lit-llama#389"""
+    assert low <= step_extra(factory, shapes) <= high
+
+
+def test_on_the_cpu_foreach_is_not_the_default_so_that_a_measurement_there_must_ask_for_it() -> None:
+    """source: pytorch/pytorch#97712"""
+    assert step_extra(lambda p: torch.optim.AdamW(p), TWENTY) == 3 * 4000
+    recipe = vl.Recipe(optimizer="adamw")
+    assert recipe.optimizer_impl == "foreach"  # what the card would do
+
+
+class Deep(nn.Module):
+    """Activations of a multiple of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(16, 16, bias=False), nn.Tanh())))
+
+    def forward(self, batch: int = 256) -> torch.Tensor:
+        return self.layers(torch.ones(batch, 16)).square().mean()
+
+
+def states(shape: int = 16 * 16, layers: int = 4) -> dict[str, tuple[Factory, int]]:
+    return {
+        "adamw": (lambda p: torch.optim.AdamW(p, foreach=True), layers * (2 * 4 * shape + 4)),
+        "adafactor": (lambda p: Adafactor(p), layers * 4 * (16 + 16)),
+        "adafactor with average": (lambda p: Adafactor(p, beta1=0.9), layers * 4 * (16 + 16 + shape)),
+        "sgd": (lambda p: torch.optim.SGD(p), 0),
+    }
+
+
+@pytest.mark.parametrize("name", states())
+def test_the_second_step_peaks_higher_than_the_first_by_the_state(name: str) -> None:
+    """source: NVIDIA/Megatron-LM#4638. A resumed run has its state in the first forward already."""
+    factory, state = states()[name]
+    model = Deep()
+    optimizer = factory(list(model.parameters()))
+    traces = []
+    for _ in range(3):
+        with vl.record(model, optimizer) as trace:
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        traces.append(trace)
+    assert traces[1].peak_phase in ("forward", "backward")  # activations dominate
+    assert traces[1].peak - traces[0].peak == traces[1].breakdown("start").optimizer_state == state
+    assert traces[2].peak == traces[1].peak
+
+    again = Deep()
+    resumed = factory(list(again.parameters()))
+    resumed.load_state_dict(optimizer.state_dict())
+    with vl.record(again, resumed) as trace:
+        again().backward()
+        resumed.step()
+        resumed.zero_grad()
+    assert trace.breakdown("start").optimizer_state == state
+    assert trace.peak == traces[1].peak
+
+
+def test_training_records_the_step_in_which_the_state_appears_and_the_one_after() -> None:
+    """source: NVIDIA/Megatron-LM#4638"""
+    task = vl.tasks.gpt("nano")
+    steps = train(task, vl.Recipe(micro_batch=2), "cpu")
+    first, second = next(steps).memory, next(steps).memory
+    assert first.breakdown("start").optimizer_state == 0
+    state = second.breakdown("start").optimizer_state
+    assert state > 0
+    assert second.breakdown("forward").total - first.breakdown("forward").total == state
+
+
+def third_step(kind: Any, when: str) -> vl.MemoryTrace:
+    """Of a loop that lets go of the gradients at a certain moment."""
+    model = Deep()
+    optimizer = kind(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        with vl.record(model, optimizer) as trace:
+            if when == "before forward":
+                optimizer.zero_grad()
+            loss = model()
+            if when == "after forward":
+                optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if when == "after step":
+                optimizer.zero_grad()
+            if when == "to zero":
+                optimizer.zero_grad(set_to_none=False)
+    return trace
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, Adafactor])
+def test_gradients_alive_during_forward_add_their_bytes_to_its_peak(kind: Any) -> None:
+    """source: karpathy/nanoGPT#71, pytorch/pytorch#92731, pytorch/pytorch#42748"""
+    gradients = 4 * 4 * 16 * 16
+    forward = {when: third_step(kind, when).breakdown("forward") for when in ("after step", "before forward", "after forward", "to zero")}
+    assert {when: breakdown.gradients for when, breakdown in forward.items()} == {
+        "after step": 0,
+        "before forward": 0,
+        "after forward": gradients,
+        "to zero": gradients,
+    }
+    assert forward["after forward"].total - forward["before forward"].total == gradients
+    assert forward["to zero"].total - forward["after step"].total == gradients
+
+
+def test_training_has_no_gradients_during_forward() -> None:
+    """source: karpathy/nanoGPT#71"""
+    steps = train(vl.tasks.gpt("nano"), vl.Recipe(micro_batch=2), "cpu")
+    for _ in range(2):
+        timeline = next(steps).memory.timeline()
+        assert timeline[timeline["phase"] == "forward"][Category.GRADIENTS.label].max() == 0
+
+
+# 8-bit AdamW
+
+
+def test_without_torchao_the_message_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ImportError, match=r"torchao.optim.AdamW8bit, got: .*torchao.*; pip install --upgrade torchao"):
+        adamw_8bit([nn.Parameter(torch.ones(2))])
+
+
+def test_a_torchao_without_the_optimizer_is_refused_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.optim", types.ModuleType("torchao.optim"))
+    with pytest.raises(ImportError, match="got: cannot import name 'AdamW8bit'.*; pip install --upgrade torchao"):
+        adamw_8bit([nn.Parameter(torch.ones(2))])
+
+
+def test_with_torchao_its_optimizer_gets_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    class AdamW8bit(torch.optim.AdamW):
+        pass
+
+    module = types.ModuleType("torchao.optim")
+    module.AdamW8bit = AdamW8bit  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.optim", module)
+    optimizer = adamw_8bit([nn.Parameter(torch.ones(2))], lr=1e-4, betas=(0.8, 0.9), weight_decay=0.3)
+    assert type(optimizer) is AdamW8bit
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-4, (0.8, 0.9), 0.3)

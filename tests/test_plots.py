@@ -1,0 +1,302 @@
+"""plot(): what each kind of thing looks like, read back from the artists."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+import torch
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from torch import nn
+
+import vramlab as vl
+from vramlab.experiments import Comparison, Run
+from vramlab.memory.trace import Category, Events, MemoryBreakdown, MemoryTrace, Phase
+from vramlab.notebook import plots
+from vramlab.notebook.style import Picture
+from vramlab.training import StepReport
+
+TASK = vl.Task(lambda: nn.Linear(2, 2), lambda n, d: torch.randn(n, 2), lambda m, b: (m(b).sum(), len(b)), "rows", "rows task")
+RECIPE = vl.Recipe(micro_batch=4)
+
+
+def trace(*rows: tuple[int, Category, Phase], seeds: int = 0) -> MemoryTrace:
+    """A trace made by hand: bytes, category and phase of each event; negative bytes release from the category."""
+    n = len(rows)
+    zeros = np.zeros(n, np.int32)
+    columns = [np.array([row[i] for row in rows], kind) for i, kind in enumerate((np.int64, np.int8, np.int8))]
+    return MemoryTrace(Events(np.arange(n), columns[0], columns[1], zeros, columns[2], zeros, ("",), ("aten::mm",), seeds))
+
+
+P, G, A, T = Category.PARAMETERS, Category.GRADIENTS, Category.ACTIVATIONS, Category.TEMPORARY
+STEP = trace(
+    (3 * 2**20, P, Phase.BUILD),
+    (2 * 2**20, A, Phase.FORWARD),
+    (4 * 2**20, A, Phase.FORWARD),
+    (1 * 2**20, T, Phase.FORWARD),
+    (-1 * 2**20, T, Phase.FORWARD),
+    (3 * 2**20, G, Phase.BACKWARD),
+    (-4 * 2**20, A, Phase.BACKWARD),
+    (-2 * 2**20, A, Phase.BACKWARD),
+    (-3 * 2**20, G, Phase.STEP),
+    seeds=1,
+)
+
+
+def run(*reports: StepReport, status: str = "finished", recipe: vl.Recipe = RECIPE) -> Run:
+    return Run(TASK, recipe, torch.device("cpu"), list(reports), status)
+
+
+def step(number: int, loss: float = 1.0, speed: float | None = None, memory: MemoryTrace | None = None) -> StepReport:
+    return StepReport(number, loss, 0.5, speed, memory)
+
+
+RUN = run(step(1, 5.0, None, STEP), step(2, 4.0, None, STEP), step(3, 3.0, 80.0), step(4, 2.0, 100.0))
+COMPARISON = Comparison([RUN, run(step(1, 5.0, None, trace((2**20, P, Phase.FORWARD))), recipe=RECIPE.with_(optimizer="sgd"))])
+
+
+def areas(ax: Any) -> dict[str, np.ndarray]:
+    """The heights of each stacked area after each event, by colour."""
+    found = {}
+    for area in ax.collections:
+        vertices = area.get_paths()[0].vertices
+        n = (len(vertices) - 3) // 2  # one edge forth, the other back, and three corners
+        lower, upper = vertices[1 : n + 1], vertices[n + 2 : 2 * n + 2][::-1]
+        assert (lower[:, 0] == upper[:, 0]).all()
+        found[to_hex(area.get_facecolor()[0])] = (upper - lower)[::2, 1]  # at each event an end and a beginning
+    return found
+
+
+# What can be drawn, and where.
+
+
+@pytest.mark.parametrize("thing", [STEP, STEP.breakdown(), RUN, COMPARISON], ids=lambda thing: type(thing).__name__)
+def test_each_kind_makes_a_picture_and_draws_into_given_axes(thing: Any) -> None:
+    picture = vl.plot(thing)
+    assert isinstance(picture, Picture)
+    assert repr(picture) != "vramlab figure"
+    assert picture.png()[:8] == b"\x89PNG\r\n\x1a\n"
+    ax = Figure().subplots()
+    assert vl.plot(thing, ax=ax) is ax
+    assert vl.plot(thing, ax) is ax
+    assert ax.patches or ax.collections
+
+
+@pytest.mark.parametrize("thing", [None, 3, "run", [STEP], {"a": STEP}, nn.Linear(1, 1)])
+def test_anything_else_is_refused(thing: Any) -> None:
+    text = rf"^plot\(\) draws a MemoryTrace, MemoryBreakdown, Run or Comparison, got {type(thing).__name__}\.$"
+    with pytest.raises(TypeError, match=text):
+        vl.plot(thing)
+    with pytest.raises(TypeError, match=text):
+        vl.plot(thing, ax=Figure().subplots())
+
+
+def test_a_run_without_a_recorded_step_says_so() -> None:
+    with pytest.raises(ValueError, match=r"^This run has no recorded step to draw; its status is 'ValueError: no'\.$"):
+        vl.plot(run(status="ValueError: no"))
+
+
+def test_matplotlibs_settings_stay_as_they_were() -> None:
+    before = dict(mpl.rcParams)
+    for thing in (STEP, STEP.breakdown(), RUN, COMPARISON):
+        vl.plot(thing)
+        vl.plot(thing, ax=Figure().subplots())
+    with pytest.raises(TypeError):
+        vl.plot(None)
+    assert dict(mpl.rcParams) == before
+
+
+def test_given_axes_keep_the_callers_look() -> None:
+    with mpl.rc_context({"axes.spines.top": True, "font.size": 17.0}):
+        ax = Figure().subplots()
+        vl.plot(STEP, ax=ax)
+    assert ax.spines["top"].get_visible()
+    assert ax.xaxis.label.get_fontsize() == 17.0
+
+
+def test_no_pyplot_and_no_window_system() -> None:
+    """pyplot keeps one current figure for all threads, and picks a backend."""
+    source = (
+        "import sys, torch, vramlab as vl, vramlab.notebook.lab, vramlab.notebook.live\n"
+        "from vramlab.memory.trace import MemoryBreakdown\n"
+        "vl.plot(MemoryBreakdown(parameters=3)).png()\n"
+        "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+# A trace.
+
+
+def test_the_stacked_areas_are_the_trace() -> None:
+    ax = vl.plot(STEP).axes[0]
+    frame = STEP.timeline()
+    found = areas(ax)
+    for category in Category:
+        assert found[category.color.lower()].tolist() == (frame[category.label] / 2**20).tolist()
+
+
+def test_areas_of_a_real_step_are_its_bytes() -> None:
+    real = vl.run(TASK, RECIPE, steps=2, device="cpu", progress=False).trace
+    assert real is not None
+    found = areas(vl.plot(real).axes[0])
+    rows = real.timeline().iloc[max(0, real.events.seeds - 1) :]
+    unit = 2**10 if real.peak >= 2**10 else 1
+    for category in Category:
+        np.testing.assert_allclose(found[category.color.lower()], rows[category.label] / unit, atol=1e-9)
+
+
+def test_what_existed_before_is_one_moment_and_not_a_slope() -> None:
+    seeded = trace(*[(2**20, P, Phase.BUILD)] * 5, (2**20, A, Phase.FORWARD), seeds=5)
+    heights = areas(vl.plot(seeded).axes[0])
+    assert heights[P.color.lower()].tolist() == [5, 5]
+    assert heights[A.color.lower()].tolist() == [0, 1]
+
+
+def test_the_peak_is_marked_with_its_bytes_and_phase() -> None:
+    ax = vl.plot(STEP).axes[0]
+    (marker,) = [line for line in ax.lines if line.get_marker() == "o"]
+    peak = int(STEP.timeline()[[c.label for c in Category]].sum(axis=1).argmax())
+    assert marker.get_xydata().tolist() == [[peak, 12.0]]
+    assert STEP.peak == 12 * 2**20
+    assert "12.00 MiB in backward" in [text.get_text() for text in ax.texts]
+    assert ax.get_ylabel() == "allocated (MiB)"
+    assert ax.get_ylim()[1] > 12
+
+
+@pytest.mark.parametrize(("before", "side"), [(1, "left"), (30, "right")])
+def test_the_peaks_text_stands_on_the_emptier_side(before: int, side: str) -> None:
+    rows = [(1, A, Phase.FORWARD)] * before + [(2**10, A, Phase.FORWARD)] + [(-1, A, Phase.BACKWARD)] * (32 - before)
+    (text,) = [t for t in vl.plot(trace(*rows)).axes[0].texts if "KiB" in t.get_text()]
+    assert text.get_ha() == side
+
+
+def test_phases_are_shaded_and_named_where_there_is_room() -> None:
+    rows = [(1, A, Phase.FORWARD)] * 20 + [(1, G, Phase.BACKWARD)] * 20 + [(1, T, Phase.STEP)]
+    ax = vl.plot(trace(*rows)).axes[0]
+    assert [t.get_text() for t in ax.texts if t.get_text() in ("build", "forward", "backward", "step")] == ["forward", "backward"]
+    assert [(p.get_x(), p.get_width(), to_hex(p.get_facecolor())) for p in ax.patches] == [
+        (0, 20, plots.PHASE_SHADES["forward"]),
+        (20, 20, plots.PHASE_SHADES["backward"]),
+        (40, 1, plots.PHASE_SHADES["step"]),
+    ]
+
+
+def test_the_legend_names_what_can_be_seen_once_each() -> None:
+    (legend,) = vl.plot(STEP).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["parameters", "gradients", "activations", "temporary"]
+    assert [to_hex(patch.get_facecolor()) for patch in legend.get_patches()] == [c.color.lower() for c in (P, G, A, T)]
+
+
+def test_a_long_trace_is_thinned_without_losing_its_peak() -> None:
+    n = 50_000
+    rng = np.random.default_rng(0)
+    nbytes = rng.integers(-1000, 1001, n)
+    nbytes[0] = 10**8
+    nbytes[31_234], nbytes[31_235] = 2 * 10**8, -2 * 10**8  # a needle one event wide
+    zeros = np.zeros(n, np.int32)
+    phases = np.full(n, Phase.FORWARD, np.int8)
+    long = MemoryTrace(Events(np.arange(n), nbytes, np.full(n, A, np.int8), zeros, phases, zeros, ("",), ("aten::mm",)))
+    ax = vl.plot(long).axes[0]
+    heights = areas(ax)[A.color.lower()]
+    assert len(heights) <= plots.POINTS
+    assert heights.max() == pytest.approx(long.peak / 2**20)
+    (marker,) = [line for line in ax.lines if line.get_marker() == "o"]
+    assert marker.get_xydata()[0].tolist() == [31_234, pytest.approx(long.peak / 2**20)]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 5])
+def test_the_smallest_traces_can_be_drawn(nbytes: int) -> None:
+    ax = vl.plot(trace((nbytes, A, Phase.FORWARD))).axes[0]
+    assert ax.get_ylabel() == "allocated (B)"
+    assert vl.plot(trace(*[])).png()
+
+
+def test_the_text_of_a_trace_is_its_peak() -> None:
+    assert repr(vl.plot(STEP)) == "Memory through one step: peak 12.00 MiB in backward."
+
+
+# Breakdowns, runs and comparisons.
+
+
+def bars(ax: Any) -> list[tuple[str, float, float, float]]:
+    """Colour, row, start and width of each bar that can be seen."""
+    return [
+        (to_hex(bar.get_facecolor()), round(bar.get_y() + bar.get_height() / 2, 6), bar.get_x(), bar.get_width())
+        for bar in ax.patches
+        if bar.get_width()
+    ]
+
+
+def test_a_breakdown_is_one_stacked_bar_with_its_total() -> None:
+    breakdown = MemoryBreakdown(parameters=2**20, gradients=2**19, temporary=2**20)
+    picture = vl.plot(breakdown)
+    ax = picture.axes[0]
+    assert bars(ax) == [(P.color.lower(), 0, 0, 1), (G.color.lower(), 0, 1, 0.5), (T.color.lower(), 0, 1.5, 1)]
+    assert [t.get_text() for t in ax.texts] == ["2.50 MiB"]
+    assert repr(picture) == "Memory by category: 2.50 MiB."
+    assert vl.plot(MemoryBreakdown()).png()
+
+
+def test_a_run_shows_memory_speed_and_loss() -> None:
+    picture = vl.plot(RUN)
+    memory, speed, loss = picture.axes
+    assert areas(memory).keys() == {c.color.lower() for c in Category}
+    assert speed.lines[0].get_xydata().tolist() == [[3, 80], [4, 100]]
+    assert loss.lines[0].get_xydata().tolist() == [[1, 5], [2, 4], [3, 3], [4, 2]]
+    assert (speed.get_title(loc="left"), loss.get_title(loc="left")) == ("rows/s", "loss")
+    assert repr(picture) == "rows task, fp32, micro batch 4, adamw: peak 12.00 MiB."
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), -3.0, 0.0], ids=str)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_with_any_loss_and_speed_can_be_drawn(bad: float, first: bool) -> None:
+    """A loss that overflows would otherwise end the training that draws it, and windows may count nothing."""
+    values = [bad, 2.0] if first else [2.0, bad]
+    odd = run(step(1, 1.0, None, STEP), *(step(i, v, abs(v)) for i, v in enumerate(values, 2)))
+    picture = vl.plot(odd)
+    loss = picture.axes[2]
+    low, high = loss.get_ylim()
+    assert np.isfinite([low, high]).all()
+    assert low <= min(0.0, *(v for v in values if np.isfinite(v)))
+    assert high >= 2.0
+    assert picture.png()
+
+
+def test_a_comparison_has_a_row_a_recipe() -> None:
+    picture = vl.plot(COMPARISON)
+    memory, speed = picture.axes
+    assert [t.get_text() for t in memory.get_yticklabels()] == ["1  fp32, micro batch 4, adamw", "2  + sgd"]
+    rows = bars(memory)
+    assert [(color, row) for color, row, _, _ in rows] == [
+        (P.color.lower(), 0),
+        (P.color.lower(), 1),
+        (G.color.lower(), 0),
+        (A.color.lower(), 0),
+    ]
+    assert [(start, width) for _, _, start, width in rows] == [(0, 3), (0, 1), (3, 3), (6, 6)]
+    assert [t.get_text() for t in memory.texts] == ["12.00 MiB", "1.00 MiB"]
+    assert memory.yaxis_inverted()  # the first on top
+    assert [bar.get_width() for bar in speed.patches] == [90, 0]
+    assert speed.lines[0].get_xydata().tolist() == [[85, 0], [95, 0]]
+    assert repr(picture) == "Peaks: fp32, micro batch 4, adamw 12.00 MiB, + sgd 1.00 MiB"
+
+
+def test_runs_of_one_recipe_and_failures_get_rows_of_their_own() -> None:
+    comparison = Comparison([RUN, RUN, run(status="OutOfMemoryError: no")])
+    memory = vl.plot(comparison).axes[0]
+    assert [t.get_text() for t in memory.get_yticklabels()] == ["1  fp32, micro batch 4, adamw", "2  the same", "3  the same"]
+    assert [t.get_text() for t in memory.texts] == ["12.00 MiB", "12.00 MiB", "0 B"]
+    assert vl.plot(Comparison([run(status="failed")])).png()
+
+
+def test_each_category_has_one_colour_in_every_picture() -> None:
+    assert len({c.color for c in Category}) == len(Category)
+    shown = set(areas(vl.plot(STEP).axes[0])) | {color for color, *_ in bars(vl.plot(STEP.breakdown()).axes[0])}
+    assert shown <= {c.color.lower() for c in Category}
