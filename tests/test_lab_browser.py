@@ -35,9 +35,14 @@ class Server:
             self.base = f"http://127.0.0.1:{free.getsockname()[1]}"
         own = {f"JUPYTER_{name}_DIR": str(folder / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
         own |= {f"JUPYTERLAB_{name}_DIR": str(folder / name.lower()) for name in ("SETTINGS", "WORKSPACES")}
-        news = folder / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
-        news.parent.mkdir(parents=True)
-        news.write_text('{"fetchNews": "false", "checkForUpdates": false}')  # else a pop-up asks over the page
+        # Else a pop-up asks over the page, and on a busy machine a dialog for the kernel.
+        for extension, setting in {
+            "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+            "notebook-extension/tracker": {"autoStartDefaultKernel": True},
+        }.items():
+            file = folder / "settings" / "@jupyterlab" / f"{extension}.jupyterlab-settings"
+            file.parent.mkdir(parents=True)
+            file.write_text(json.dumps(setting))
         options = ["--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={self.base.rsplit(':', 1)[1]}", "--ServerApp.port_retries=0"]
         options += [f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={self.root}", "--ServerApp.terminals_enabled=False"]
         self.log = (folder / "server.log").open("w+")
@@ -47,19 +52,12 @@ class Server:
     def wait(self) -> None:
         for _ in range(480):
             try:
-                self.call("GET", "status")
+                urllib.request.urlopen(f"{self.base}/api/status?token={TOKEN}", timeout=10).close()
                 return
             except OSError:
                 assert self.process.poll() is None, Path(self.log.name).read_text()
                 time.sleep(0.25)
         raise TimeoutError(Path(self.log.name).read_text())
-
-    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        headers = {"Authorization": f"token {TOKEN}", "Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.base}/api/{path}", json.dumps(body).encode() if body else None, headers, method=method)
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            text = answer.read()
-        return json.loads(text) if text else None
 
     def stop(self) -> None:
         self.process.terminate()
@@ -92,18 +90,14 @@ def page() -> Iterator[Page]:
 
 
 @pytest.fixture
-def notebook(server: Server, page: Page) -> Iterator[Page]:
+def notebook(server: Server, page: Page) -> Page:
     """Notebook 00, opened and run to the end."""
     name = "00_start_here.ipynb"
-    # The session is made first: a dialog that asks for a kernel would take the keys.
-    body = {"path": name, "name": name, "type": "notebook", "kernel": {"name": "python3"}}
-    session = server.call("POST", "sessions", body)
     page.goto(f"{server.base}/doc/tree/{name}?token={TOKEN}&reset", wait_until="domcontentloaded")
     page.locator('.jp-NotebookPanel-toolbar [data-status="idle"]').wait_for(timeout=120_000)
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-    yield page
-    server.call("DELETE", f"sessions/{session['id']}")
+    return page
 
 
 def output_of(page: Page, source: str) -> Any:
