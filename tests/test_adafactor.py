@@ -18,6 +18,7 @@ import transformers.optimization
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vramlab as vl
@@ -64,6 +65,11 @@ def differ(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> bool:
 
 def same_bits(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+# jettify/pytorch-optimizer#469 wants convolutions factored over their last two dimensions, huggingface/transformers#14574
+# shows that this may cost more than it saves. The error of the first cannot occur, for factors keep their dimensions; the
+# memory of the second decides: convolutions are one matrix, and only stacks (3-D) are factored slice by slice.
 
 
 # The same numbers as others
@@ -498,17 +504,21 @@ def test_groups_with_options_of_their_own_train_as_if_alone(foreach: bool) -> No
     [
         ({"lr": 1e-3, "relative_step": True}, "relative step replaces lr, got lr=0.001; leave lr out, or set relative_step=False"),
         ({"relative_step": False}, "needs a step size where relative_step=False, got lr=None; give lr=1e-3, say"),
-        ({"lr": -1.0}, "lr is a number of at least 0, got -1.0"),
+        ({"lr": -1.0}, "lr is a number of at least 0, got -1.0; the default is None"),
         ({"lr": math.nan}, "lr is a number of at least 0, got nan"),
         ({"lr": torch.tensor(1e-3)}, "lr is a number of at least 0, got tensor"),
-        ({"beta2_decay": 0.8}, "beta2_decay is at most 0, got 0.8"),
-        ({"eps": (0.0, 1e-3)}, r"eps is \(at least 1.2e-38, at least 0\), or gradients of zeros would give NaN, got \(0.0, 0.001\)"),
+        ({"beta2_decay": 0.8}, "beta2_decay is at most 0, got 0.8; the default is -0.8"),
+        (
+            {"eps": (0.0, 1e-3)},
+            r"eps is \(at least 1.2e-38, at least 0\), or gradients of zeros would give NaN, "
+            r"got \(0.0, 0.001\); the default is \(1e-30, 0.001\)",
+        ),
         ({"eps": (1e-40, 1e-3)}, r"eps is .* would give NaN, got \(1e-40"),  # a zero, in fp32 on a GPU
         ({"eps": (None, 1e-3)}, r"eps is .* would give NaN, got \(None"),  # torch.optim.Adafactor's default
         ({"eps": (1e-30, -1.0)}, r"eps is .*, got \(1e-30, -1.0\)"),
-        ({"d": 0.0}, "d is above 0, got 0.0"),
-        ({"weight_decay": -0.1}, "weight_decay is at least 0, got -0.1"),
-        ({"beta1": 1.0}, "beta1 is at least 0 and below 1, or None, got 1.0"),
+        ({"d": 0.0}, "d is above 0, got 0.0; the default is 1.0"),
+        ({"weight_decay": -0.1}, "weight_decay is at least 0, got -0.1; the default is 0.0"),
+        ({"beta1": 1.0}, "beta1 is at least 0 and below 1, or None, got 1.0; the default is None"),
     ],
 )
 def test_options_out_of_range_are_refused_in_the_constructor_and_in_a_group(options: dict[str, Any], text: str) -> None:
@@ -780,6 +790,26 @@ def test_parameters_without_gradient_and_frozen_ones_stay_and_have_no_state() ->
         assert same_bits([unused, frozen], before)
 
 
+def test_a_step_that_fails_half_way_counts_only_the_parameters_it_reached() -> None:
+    first, second, third = parameters([(4, 6)] * 3)
+    optimizer = Adafactor([first, second, third])
+    give_gradients([first, second, third], 0)
+    optimizer._apply = _failing_for(second, optimizer._apply)
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    assert optimizer.state[first]["step"] == 1
+    assert third not in optimizer.state
+
+
+def _failing_for(parameter: nn.Parameter, apply: Any) -> Any:
+    def fail(p: nn.Parameter, *rest: Any) -> None:
+        if p is parameter:
+            raise MemoryError
+        apply(p, *rest)
+
+    return fail
+
+
 def test_a_step_without_any_gradient_or_parameter_does_nothing() -> None:
     for foreach in (False, True):
         optimizer = Adafactor(parameters(SHAPES), foreach=foreach)
@@ -921,6 +951,17 @@ def test_it_steps_tensors_without_data(dtype: torch.dtype, foreach: bool) -> Non
     other = Adafactor(params)
     other.load_state_dict(optimizer.state_dict())
     assert optimizer._generator(torch.device("privateuseone")) is None  # the device of a virtual GPU
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_it_steps_fake_tensors(dtype: torch.dtype, foreach: bool) -> None:
+    with FakeTensorMode():
+        params = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape in SHAPES]
+        for p in params:
+            p.grad = torch.empty_like(p)
+        optimizer = Adafactor(params, lr=1e-3, weight_decay=0.1, beta1=0.9, foreach=foreach)
+        optimizer.step(), optimizer.step()
 
 
 def test_it_learns() -> None:

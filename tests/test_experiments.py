@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vramlab as vl
-from vramlab import experiments
+from vramlab import experiments, training
 from vramlab.experiments import Comparison, Run, recipe_labels
 from vramlab.memory.trace import Category, DeviceCounters, Events, MemoryBreakdown, MemoryTrace, Phase
 from vramlab.training import StepReport
@@ -314,15 +314,16 @@ def test_steps_are_a_whole_number_of_at_least_1(steps: Any) -> None:
         run(steps=steps)
 
 
-def test_wrong_arguments_are_refused_before_anything_waits_or_runs() -> None:
+def test_wrong_arguments_are_refused_before_anything_waits_or_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="^Training needs a Task, got str 'gpt'"):
         vl.run("gpt")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="^Training needs a Recipe, got dict {}"):
         vl.run(TASK, {})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="^record_every is a whole number of at least 1, got 0"):
         run(record_every=0)
-    with pytest.raises(NotImplementedError, match=r"^train\(\) does not carry out precision='tf32' yet\."):
-        run(vl.Recipe(precision="tf32"))
+    monkeypatch.setattr(training, "CARRIED_OUT", {"precision": ("fp32",)})
+    with pytest.raises(NotImplementedError, match=r"^train\(\) does not carry out precision='bf16' yet\."):
+        run(vl.Recipe(precision="bf16"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
@@ -386,9 +387,22 @@ def test_a_second_run_waits_for_a_short_one() -> None:
     assert results[0].status == "finished"
 
 
-def test_a_run_inside_a_run_is_refused_at_once() -> None:
-    """It would wait for itself; PATIENCE is 20 seconds here, and the test has no time for them."""
+def test_a_run_inside_a_run_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for itself, for 20 seconds."""
     errors: list[BaseException] = []
+    waited: list[float] = []
+
+    class Watched:
+        lock = threading.Lock()
+
+        def acquire(self, timeout: float) -> bool:
+            waited.append(timeout)
+            return self.lock.acquire(timeout=min(timeout, 0.01))
+
+        def release(self) -> None:
+            self.lock.release()
+
+    monkeypatch.setattr(experiments, "_alone", Watched())
 
     def nested(result: Run) -> bool:
         try:
@@ -399,6 +413,7 @@ def test_a_run_inside_a_run_is_refused_at_once() -> None:
 
     run(on_step=nested)
     assert [str(e)[:18] for e in errors] == ["One run at a time:"]
+    assert waited == [experiments.PATIENCE, 0]
     assert run().status == "finished"
 
 
@@ -493,11 +508,12 @@ def test_any_other_error_ends_the_comparison() -> None:
     assert caught.value.run.recipe.micro_batch == 3  # type: ignore[attr-defined]
 
 
-def test_what_is_not_carried_out_is_refused_before_the_first_recipe_runs() -> None:
+def test_what_is_not_carried_out_is_refused_before_the_first_recipe_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "CARRIED_OUT", {"precision": ("fp32",)})
     ran: list[int] = []
     task = vl.Task(lambda: ran.append(1) or model(), batch, loss)  # type: ignore[func-returns-value]
-    with pytest.raises(NotImplementedError, match="precision='tf32'"):
-        compare([TINY, vl.Recipe(precision="tf32")], task=task)
+    with pytest.raises(NotImplementedError, match="precision='bf16'"):
+        compare([TINY, vl.Recipe(precision="bf16")], task=task)
     assert ran == []
 
 

@@ -189,7 +189,7 @@ def test_a_parameter_frozen_later_stays() -> None:
     assert torch.equal(model.layers[0].weight, before)
 
 
-# Bytes
+# Bytes. Which phase peaks is read from a recorded step here; that a plan says the same belongs to the planner's tests.
 
 
 def peaks(model: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer]) -> tuple[vl.MemoryTrace, int]:
@@ -470,7 +470,11 @@ def test_a_second_optimizer_on_the_same_parameters_is_refused_until_the_first_is
     with pytest.raises(ValueError, match=r"steps in backward once, and 'layers.0.weight' does already; call remove\(\) on that optimizer"):
         step_in_backward(model, FACTORIES["adamw"])
     first.remove()
-    train(model, step_in_backward(model, FACTORIES["adamw"]))
+    second = step_in_backward(model, FACTORIES["adamw"])
+    first.remove()
+    train(model, second)
+    with pytest.raises(ValueError, match="does already"):
+        step_in_backward(model, FACTORIES["sgd"])
 
 
 @pytest.mark.parametrize(
@@ -493,7 +497,7 @@ def test_a_copy_is_refused_and_the_model_can_be_copied_without_hooks() -> None:
     assert all(p.grad is not None and not p._post_accumulate_grad_hooks for p in other.parameters())
 
 
-# Hooks
+# Hooks. A post-accumulate hook that returns a value is torch's TypeError: ours return nothing, or no backward here would end.
 
 
 def test_remove_leaves_no_hook_and_gradients_stay_in_grad_again() -> None:

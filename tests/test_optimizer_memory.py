@@ -85,6 +85,7 @@ def states(shape: int = 16 * 16, layers: int = 4) -> dict[str, tuple[Factory, in
     }
 
 
+# That a plan's peak is the one of a later step belongs to the planner's tests; here both steps are recorded.
 @pytest.mark.parametrize("name", states())
 def test_the_second_step_peaks_higher_than_the_first_by_the_state(name: str) -> None:
     """source: NVIDIA/Megatron-LM#4638. A resumed run has its state in the first forward already."""

@@ -28,6 +28,7 @@ ORDER = [
     "vramlab.techniques.in_backward",
     "vramlab.techniques.low_bit",
     "vramlab.techniques.losses",
+    "vramlab.techniques.choose",
     "vramlab.techniques",
     "vramlab.tasks.models",
     "vramlab.tasks.text",

@@ -210,9 +210,24 @@ CONFLICTS = [
         "Set precision='amp-bf16', or optimizer_in_backward=False.",
     ),
     (
+        {"checkpointing": "selective", "offload": "activations"},
+        "Selective checkpointing keeps results where offloading does not see them.",
+        "Set checkpointing='blocks', or offload='none'.",
+    ),
+    (
         {"optimizer": "adafactor", "optimizer_impl": "fused"},
         "The factored optimizer has no fused kernel.",
         "Set optimizer_impl='foreach' or 'loop'.",
+    ),
+    (
+        {"optimizer": "adamw-8bit", "optimizer_impl": "fused"},
+        "The 8-bit optimizer has one implementation, its own.",
+        "Leave optimizer_impl='foreach'.",
+    ),
+    (
+        {"optimizer": "adamw-8bit", "offload": "optimizer"},
+        "An offloaded optimizer runs on the CPU, and the 8-bit one is made for the card.",
+        "Set optimizer='adamw', or offload='none'.",
     ),
     (
         {"parallel": "ddp", "ranks": 1},

@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import io
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import matplotlib as mpl
 import pytest
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -81,29 +83,40 @@ def test_a_failed_drawing_leaves_the_settings_as_they_were() -> None:
     assert dict(mpl.rcParams) == before
 
 
+class Hook(Artist):
+    """Does something while its figure is being drawn."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        super().__init__()
+        self.action = action
+
+    def draw(self, renderer: Any) -> None:
+        self.action()
+
+
 def test_threads_that_draw_at_the_same_time_leave_the_settings_as_they_were() -> None:
-    """rcParams belong to the process: a thread that restores what another had set makes that permanent."""
+    """rcParams belong to the process: a thread that restores what it found while another drew makes that permanent."""
     before = dict(mpl.rcParams)
-    barrier = threading.Barrier(3)
-    errors: list[BaseException] = []
+    first_is_in, second_is_in, first_is_done = threading.Event(), threading.Event(), threading.Event()
+    pictures = Picture(2, 1, fixed=True), Picture(2, 1, fixed=True)
+    # If the second may draw at the same time, the first ends before it does.
+    pictures[0].add_artist(Hook(lambda: (first_is_in.set(), second_is_in.wait(0.2))))
+    pictures[1].add_artist(Hook(lambda: (second_is_in.set(), first_is_done.wait(5))))
 
-    def draw() -> None:
-        try:
-            barrier.wait()
-            for _ in range(6):
-                picture = Picture(2, 1, fixed=True)
-                (ax,) = picture.axes_row(1)
-                ax.plot([1, 2])
-                picture.png(scale=0.5)
-        except BaseException as error:
-            errors.append(error)
+    def draw_first() -> None:
+        pictures[0].png()
+        first_is_done.set()
 
-    threads = [threading.Thread(target=draw) for _ in range(3)]
+    def draw_second() -> None:
+        assert first_is_in.wait(5)
+        pictures[1].png()
+
+    threads = [threading.Thread(target=draw) for draw in (draw_first, draw_second)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
-    assert errors == []
+        thread.join(30)
+    assert second_is_in.is_set()
     assert dict(mpl.rcParams) == before
 
 

@@ -163,10 +163,28 @@ def conflicts(**options: object) -> list[Conflict]:
         "Set precision='amp-bf16', or optimizer_in_backward=False.",
     )
     refuse(
+        value["checkpointing"] == "selective" and value["offload"] == "activations",
+        "checkpointing offload",
+        "Selective checkpointing keeps results where offloading does not see them.",
+        "Set checkpointing='blocks', or offload='none'.",
+    )
+    refuse(
         value["optimizer"] == "adafactor" and value["optimizer_impl"] == "fused",
         "optimizer optimizer_impl",
         "The factored optimizer has no fused kernel.",
         "Set optimizer_impl='foreach' or 'loop'.",
+    )
+    refuse(
+        value["optimizer"] == "adamw-8bit" and value["optimizer_impl"] != "foreach",
+        "optimizer optimizer_impl",
+        "The 8-bit optimizer has one implementation, its own.",
+        "Leave optimizer_impl='foreach'.",
+    )
+    refuse(
+        value["optimizer"] == "adamw-8bit" and value["offload"] == "optimizer",
+        "optimizer offload",
+        "An offloaded optimizer runs on the CPU, and the 8-bit one is made for the card.",
+        "Set optimizer='adamw', or offload='none'.",
     )
     refuse(
         (parallel == "none") != (value["ranks"] == 1),

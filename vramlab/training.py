@@ -21,7 +21,7 @@ from vramlab.memory.trace import MemoryTrace
 from vramlab.recipe import Recipe
 from vramlab.tasks import Task
 from vramlab.techniques.accumulation import Window
-from vramlab.techniques.checkpointing import checkpoint_blocks
+from vramlab.techniques.choose import around_forward, around_window, build_optimizer, changed_model
 from vramlab.techniques.precision import Precision
 
 
@@ -62,7 +62,7 @@ def train(
         recipe: how memory is saved.
         device: see `vramlab.devices.choose_device`.
         record_every: record each k-th step.
-        learning_rate: of the optimizer.
+        learning_rate: of the optimizer; Adafactor takes the relative step of its paper instead.
 
     Yields:
         A `StepReport` an optimizer step. If a step fails, the exception carries the trace so far as ``trace``.
@@ -78,7 +78,7 @@ def train(
     model = precision.prepare(checked_model(task.model())).to(device).train()
     optimizer = build_optimizer(model, recipe, learning_rate)
 
-    with checkpoint_blocks(model, recipe.checkpoint_every) if recipe.checkpointing == "blocks" else nullcontext():
+    with changed_model(model, recipe):
         for step in itertools.count(1):
             recorded = step <= 2 or step % record_every == 0
             with deferred_interrupt() as interrupted:
@@ -96,28 +96,19 @@ def train_window(
 ) -> tuple[Window, bool]:
     """One optimizer step over a window of micro-batches; returns the window and whether the parameters moved."""
     window: Window[Any] = Window(recipe.accumulation)
-    for _ in range(recipe.accumulation):
-        batch = precision.inputs(task.batch(recipe.micro_batch, device))
-        with precision.autocast(device):
-            total, count = checked_loss(task.loss(model, batch))
-        precision.backward(window.share(total, count))
-    window.close(model.parameters())
-    stepped = precision.step(optimizer, recipe.clip_norm)
+    window.open(model.parameters())
+    with around_window(recipe):
+        for _ in range(recipe.accumulation):
+            batch = precision.inputs(task.batch(recipe.micro_batch, device))
+            with precision.autocast(device), around_forward(model, recipe):
+                total, count = checked_loss(
+                    task.loss(model, batch) if recipe.loss_chunks == 1 else task.loss(model, batch, recipe.loss_chunks)
+                )
+            precision.backward(window.share(total, count))
+        window.close(model.parameters())
+        stepped = precision.step(optimizer, recipe.clip_norm)
     optimizer.zero_grad()
     return window, stepped
-
-
-def build_optimizer(model: nn.Module, recipe: Recipe, learning_rate: float) -> torch.optim.Optimizer:
-    """The recipe's optimizer over all parameters that are trained.
-
-    Raises:
-        ValueError: the model has none.
-    """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
-        raise ValueError(f"Training needs parameters with requires_grad, and {type(model).__name__} has none.")
-    kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[recipe.optimizer]
-    return kind(parameters, lr=learning_rate, foreach=recipe.optimizer_impl == "foreach", fused=recipe.optimizer_impl == "fused")
 
 
 def checked_model(model: Any) -> nn.Module:
@@ -196,16 +187,7 @@ def deferred_interrupt() -> Iterator[list[int]]:
 
 
 # What this version of train() does; the rest of Recipe's options is refused by name.
-CARRIED_OUT = {
-    "precision": ("fp32", "amp-fp16", "amp-bf16", "bf16"),
-    "checkpointing": ("none", "blocks"),
-    "optimizer": ("adamw", "sgd"),
-    "offload": ("none",),
-    "optimizer_in_backward": (False,),
-    "attention": ("sdpa",),
-    "loss_chunks": (1,),
-    "parallel": ("none",),
-}
+CARRIED_OUT = {"parallel": ("none",)}
 
 
 def check_arguments(task: Task, recipe: Recipe, record_every: int = 1) -> None:
@@ -213,7 +195,7 @@ def check_arguments(task: Task, recipe: Recipe, record_every: int = 1) -> None:
 
     Raises:
         TypeError: not a Task, not a Recipe.
-        ValueError: ``record_every`` below 1.
+        ValueError: ``record_every`` below 1, a chunked loss for a task without one.
         NotImplementedError: options that are not carried out yet, all of them by name.
     """
     if not isinstance(task, Task):
@@ -222,6 +204,11 @@ def check_arguments(task: Task, recipe: Recipe, record_every: int = 1) -> None:
         raise TypeError(f"Training needs a Recipe, got {_short(recipe)}; write for example vl.Recipe(precision='amp-bf16').")
     if not isinstance(record_every, int) or record_every < 1:
         raise ValueError(f"record_every is a whole number of at least 1, got {record_every!r}; a large one records steps 1 and 2 alone.")
+    if recipe.loss_chunks > 1 and not task.chunked:
+        raise ValueError(
+            f"loss_chunks={recipe.loss_chunks} needs a Task with a chunked loss, and {task.name!r} has none; set loss_chunks=1, "
+            "or give Task(..., loss=lambda model, batch, chunks=1: ..., chunked=True) with vl.techniques.chunked_cross_entropy."
+        )
     missing = [f"{name}={getattr(recipe, name)!r}" for name, done in CARRIED_OUT.items() if getattr(recipe, name) not in done]
     if missing:
         known = "; ".join(f"{name}: {', '.join(map(repr, done))}" for name, done in CARRIED_OUT.items())

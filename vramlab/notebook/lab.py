@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib.util
 import sys
 import threading
 import time
@@ -18,9 +19,9 @@ from vramlab.devices import choose_device
 from vramlab.experiments import Comparison, Run, run
 from vramlab.memory.trace import Category, MemoryBreakdown
 from vramlab.notebook.live import LivePlot
-from vramlab.recipe import Recipe
+from vramlab.recipe import Recipe, choices
 from vramlab.tasks import Task
-from vramlab.training import CARRIED_OUT, check_arguments
+from vramlab.training import check_arguments
 from vramlab.units import format_bytes
 
 _training = threading.Lock()  # one training at a time in a process
@@ -67,11 +68,13 @@ class Lab:
         sizes = sorted({1, 2, 4, 8, 16, 32, 64, recipe.micro_batch})
         windows = sorted({1, 2, 4, 8, recipe.accumulation})
         self.switches: dict[str, Any] = {
-            "precision": buttons("precision", CARRIED_OUT["precision"]),
+            "precision": buttons("precision", choices("precision")),
             "micro_batch": w.SelectionSlider(options=sizes, value=recipe.micro_batch, continuous_update=False),
             "accumulation": w.SelectionSlider(options=windows, value=recipe.accumulation, continuous_update=False),
-            "checkpointing": buttons("checkpointing", CARRIED_OUT["checkpointing"]),
-            "optimizer": buttons("optimizer", CARRIED_OUT["optimizer"]),
+            "checkpointing": buttons("checkpointing", choices("checkpointing")),
+            "optimizer": buttons(
+                "optimizer", tuple(c for c in choices("optimizer") if c != "adamw-8bit" or importlib.util.find_spec("torchao"))
+            ),
         }
         self._base = recipe
         self.start_button = w.Button(description="Start", icon="play", button_style="success", tooltip="Train with these switches")
@@ -124,11 +127,14 @@ class Lab:
             TimeoutError: it takes longer than ``timeout`` seconds.
         """
         end = time.monotonic() + timeout
-        worker, ended = self._worker, self._done.wait(timeout)
-        if worker is not None:
-            worker.join(max(0.0, end - time.monotonic()))
-        if not ended or (worker is not None and worker.is_alive()):
-            raise TimeoutError(f"The lab is still busy after {timeout} seconds; call stop() first.")
+        while (worker := self._worker) is not None or not self._done.is_set():
+            left = end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"The lab is still busy after {timeout} seconds; call stop() first.")
+            if worker is not None:
+                worker.join(left)
+            else:
+                self._done.wait(left)
 
     def _measure_wanted(self) -> None:
         while True:
@@ -138,11 +144,11 @@ class Lab:
                 if recipe is None:
                     self._worker = None
                     return
+                self._say(f"measuring {recipe} ...")
             self._measure_one(recipe)
 
     def _measure_one(self, recipe: Recipe) -> None:
         """Measure a setting, and show it, or why it cannot be, unless another is wanted by then or training goes first."""
-        self._say(f"measuring {recipe} ...")
         error: Exception | None = None
         try:
             result = run(self.task, recipe, steps=2, device=self.device, progress=False, on_step=lambda _: self._is_outdated(recipe))
@@ -232,8 +238,8 @@ class Lab:
         finally:
             self._guard(self._show_runs)
             self.start_button.disabled, self.stop_button.disabled = False, True
-            _training.release()
             _idle.set()
+            _training.release()
             self._done.set()
 
     def _step(self, result: Run) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 
 from vramlab.tasks.models import DECODERS, RESNETS, VITS, ResNet, ViT, decoder
 from vramlab.tasks.text import image_batch, text_batch
+from vramlab.techniques.losses import chunked_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,15 @@ class Task:
             were summed. Means are taken over a whole window, so that accumulation changes nothing.
         unit: what an item is: "tokens", "images".
         name: shown in tables and plots.
+        chunked: ``loss`` takes a third argument, in how many chunks it is computed (see `chunked_cross_entropy`).
     """
 
     model: Callable[[], nn.Module]
     batch: Callable[[int, torch.device], Any]
-    loss: Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
+    loss: Callable[..., tuple[torch.Tensor, int]]
     unit: str = "items"
     name: str = "task"
+    chunked: bool = False
 
     def __post_init__(self) -> None:
         for part in ("model", "batch", "loss"):
@@ -75,12 +78,16 @@ def gpt(size: str = "nano", *, sequence: int | None = None, dropout: float = 0.0
     def batch(count: int, device: torch.device) -> torch.Tensor:
         return text_batch(count, sequence).to(device)  # (count, sequence + 1)
 
-    def loss(model: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, int]:
-        logits = model(tokens[:, :-1]).float()  # (count, sequence, vocabulary)
-        targets = tokens[:, 1:]
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+    def loss(model: Any, tokens: torch.Tensor, chunks: int = 1) -> tuple[torch.Tensor, int]:
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]  # (count, sequence)
+        if chunks > 1:
+            total = chunked_cross_entropy(model.hidden(inputs), model.head.weight, targets, chunks, reduction="sum")
+        else:
+            logits = model(inputs).float()  # (count, sequence, vocabulary)
+            total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return total, targets.numel()
 
-    return Task(lambda: decoder(config), batch, loss, "tokens", f"gpt {size}, {sequence} tokens")
+    return Task(lambda: decoder(config), batch, loss, "tokens", f"gpt {size}, {sequence} tokens", chunked=True)
 
 
 def vit(size: str = "nano") -> Task:

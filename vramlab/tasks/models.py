@@ -68,11 +68,15 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.hidden(tokens))  # (batch, time, vocabulary)
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the head is applied to: (batch, time, width)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.embedding(tokens) + self.position(positions))  # (batch, time, width)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))  # (batch, time, vocabulary)
+        return self.norm(x)
 
 
 class Block(nn.Module):
@@ -132,10 +136,14 @@ class Llama(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.hidden(tokens))  # (batch, time, vocabulary)
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the head is applied to: (batch, time, width)."""
         x = self.embedding(tokens)  # (batch, time, width)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))  # (batch, time, vocabulary)
+        return self.norm(x)
 
 
 class LlamaBlock(nn.Module):

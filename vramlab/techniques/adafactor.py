@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -137,14 +138,16 @@ class Adafactor(torch.optim.Optimizer):
             _refuse_sparse(group)
         for group in self.param_groups:
             ready = [p for p in group["params"] if p.grad is not None and p.numel()]
-            states = [self._state_for_step(p, group) for p in ready]
             options = {"decay": group["beta2_decay"], "eps": group["eps"][0], "clip": group["d"]}
             if group["foreach"]:
-                updates: Iterator[torch.Tensor] = _updates_together([p.grad for p in ready], states, **options)
-            else:  # one at a time, each released before the next is made
-                updates = (adafactor_update(p.grad, s, s["step"], **options) for p, s in zip(ready, states, strict=True))
-            for p, state in zip(ready, states, strict=True):
-                self._apply(p, state, next(updates), group)
+                states = [self._state_for_step(p, group) for p in ready]
+                updates = _updates_together([p.grad for p in ready], states, **options)
+                for p, state, update in zip(ready, states, updates, strict=True):
+                    self._apply(p, state, update, group)
+            else:
+                for p in ready:
+                    state = self._state_for_step(p, group)
+                    self._apply(p, state, adafactor_update(p.grad, state, state["step"], **options), group)
         return loss
 
     def get_last_lr(self) -> list[float]:
@@ -325,7 +328,8 @@ def _settle(group: State) -> None:
     }
     for name, (rule, fine) in rules.items():
         if not fine(group[name]):
-            raise ValueError(f"Adafactor's {name} is {rule}, got {group[name]!r}.")
+            default = inspect.signature(Adafactor).parameters[name].default
+            raise ValueError(f"Adafactor's {name} is {rule}, got {group[name]!r}; the default is {default}.")
     for p in group["params"]:
         if p.is_complex():
             raise ValueError(

@@ -54,6 +54,7 @@ def step_in_backward(model: nn.Module, optimizer_factory: OptimizerFactory) -> S
 class StepInBackward(torch.optim.Optimizer):
     """One optimizer a parameter behind the face of one optimizer; see `step_in_backward`."""
 
+    steps_in_backward = True  # no gradients are left for step(), and that is right
     _step_supports_amp_scaling = True  # lets a GradScaler call step() without gradients, which refuses it
 
     def __init__(self, model: nn.Module, optimizer_factory: OptimizerFactory) -> None:
@@ -147,9 +148,10 @@ class StepInBackward(torch.optim.Optimizer):
 
     def remove(self) -> None:
         """Take the hooks away: backward leaves gradients in ``grad`` again."""
-        _remove(self._handles)
-        for group in self.param_groups:
-            _hooked.pop(group["params"][0], None)
+        if self._handles:  # else another optimizer may have them by now
+            _remove(self._handles)
+            for group in self.param_groups:
+                del _hooked[group["params"][0]]
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("A step in backward is tied to the parameters of its model and cannot be copied; save its state_dict() instead.")

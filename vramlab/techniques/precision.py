@@ -122,7 +122,7 @@ class Precision:
             False if any optimizer was skipped for an infinite gradient, or nothing went backward since the last step.
 
         Raises:
-            RuntimeError: backward has run, and no optimizer has a gradient.
+            RuntimeError: backward has run, and no optimizer has a gradient; clipping with a step in backward.
             ValueError: amp-fp16 with fp16 parameters.
         """
         if self._loss is None:
@@ -136,6 +136,11 @@ class Precision:
                 "(moved or replaced after the optimizer was built), or the loss does not lead back to them."
             )
         scaler = self._scaler_on(loss.device)
+        if clip_norm is not None and any(getattr(o, "steps_in_backward", False) for o in ready):
+            raise RuntimeError(
+                "Clipping needs all gradients at once, and an optimizer that steps in backward has used them up, "
+                f"got clip_norm={clip_norm}; leave it out, or use an ordinary optimizer."
+            )
         for each in ready:
             parameters = [p for group in each.param_groups for p in group["params"]]
             if scaler and clip_norm is not None:

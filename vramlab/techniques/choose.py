@@ -1,0 +1,72 @@
+"""From a Recipe's words to the techniques themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vramlab.recipe import Recipe
+from vramlab.techniques.adafactor import Adafactor
+from vramlab.techniques.checkpointing import checkpoint_blocks
+from vramlab.techniques.in_backward import step_in_backward
+from vramlab.techniques.low_bit import adamw_8bit
+from vramlab.techniques.offload import OffloadedOptimizer, offload_activations
+
+
+def build_optimizer(model: nn.Module, recipe: Recipe, learning_rate: float) -> torch.optim.Optimizer:
+    """The recipe's optimizer over all parameters that are trained.
+
+    Raises:
+        ValueError: the model has none.
+        ImportError: adamw-8bit without torchao.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError(f"Training needs parameters with requires_grad, and {type(model).__name__} has none.")
+
+    def plain(params: Any) -> torch.optim.Optimizer:
+        foreach, fused = recipe.optimizer_impl == "foreach", recipe.optimizer_impl == "fused"
+        if recipe.optimizer == "adafactor":
+            return Adafactor(params, foreach=foreach)
+        if recipe.optimizer == "adamw-8bit":
+            return adamw_8bit(params, lr=learning_rate)
+        kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[recipe.optimizer]
+        return kind(params, lr=learning_rate, foreach=foreach, fused=fused)
+
+    def placed(params: Any) -> torch.optim.Optimizer:
+        return OffloadedOptimizer(params, plain) if recipe.offload == "optimizer" else plain(params)
+
+    return step_in_backward(model, placed) if recipe.optimizer_in_backward else placed(parameters)
+
+
+@contextmanager
+def changed_model(model: nn.Module, recipe: Recipe) -> Iterator[None]:
+    """While training goes on: the recipe's checkpoints are in the model."""
+    policies = {"blocks": "all", "selective": "selective"}
+    with ExitStack() as stack:
+        if recipe.checkpointing != "none":
+            stack.enter_context(checkpoint_blocks(model, recipe.checkpoint_every, policies[recipe.checkpointing]))
+        yield
+
+
+@contextmanager
+def around_window(recipe: Recipe) -> Iterator[None]:
+    """Around one optimizer step: which attention kernels may run, in forward and where it is computed again."""
+    with ExitStack() as stack:
+        if recipe.attention == "math":
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        yield
+
+
+@contextmanager
+def around_forward(model: nn.Module, recipe: Recipe) -> Iterator[None]:
+    """Around forward and loss: where autograd keeps what it saves."""
+    with ExitStack() as stack:
+        if recipe.offload == "activations":
+            stack.enter_context(offload_activations(model))
+        yield
