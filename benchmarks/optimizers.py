@@ -6,14 +6,11 @@ python benchmarks/optimizers.py [--pairs N] [--device cuda]      prints a table 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from measure import spread, write
 from torch import nn
 
 from vramlab.devices import Stopwatch
@@ -23,7 +20,6 @@ from vramlab.techniques.low_bit import adamw_8bit
 from vramlab.tensors import storages_of, tensors_in
 from vramlab.units import format_bytes
 
-RESULT = Path(__file__).parent / "results" / "optimizers.json"
 LAYER = [*[(768,)] * 4, (2304, 768), (2304,), (768, 768), (768,), (3072, 768), (3072,), (768, 3072), (768,)]
 SHAPES = [(50257, 768), (1024, 768), *LAYER * 12, (768,), (768,)]
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -90,12 +86,6 @@ def step_peak(optimizer: torch.optim.Optimizer) -> int:
     return trace.peak - trace.baseline
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Lower quartile, median and upper quartile."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return {"low": low, "median": middle, "high": high}
-
-
 def installed(name: str) -> bool:
     try:
         OPTIMIZERS[name]([nn.Parameter(torch.ones(1))])
@@ -122,23 +112,14 @@ def main() -> None:
     for name, against in [*((name, REFERENCE) for name in OPTIMIZERS if installed(name)), *SAME_FORM]:
         results.append(measure(params, name, against, arguments.pairs))
         print(row(results[-1]), flush=True)
-    RESULT.parent.mkdir(exist_ok=True)
-    machine = {"torch": torch.__version__, "python": platform.python_version(), "processor": processor(), "device": arguments.device}
-    report = {"model": "GPT-2 124M", "parameter_bytes": nbytes, "pairs": arguments.pairs, **machine, "results": results}
-    RESULT.write_text(json.dumps(report, indent=1) + "\n")
+    report = {"model": "GPT-2 124M", "parameter_bytes": nbytes, "pairs": arguments.pairs, "device": arguments.device, "results": results}
+    write("optimizers", report)
 
 
 def row(r: dict[str, Any]) -> str:
     peak = "not seen" if r["step_peak"] is None else format_bytes(r["step_peak"])
     ratio = "{median:.3f} ({low:.3f}-{high:.3f})".format(**r["ratio"])
     return f"{r['optimizer']:30} {format_bytes(r['state']):>12} {peak:>12} {r['seconds']['median'] * 1e3:10.1f}  {ratio} x {r['against']}"
-
-
-def processor() -> str:
-    """The processor's name, as Linux gives it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 if __name__ == "__main__":

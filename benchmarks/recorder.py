@@ -6,24 +6,21 @@ python benchmarks/recorder.py [--pairs N]      prints a table and writes benchma
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
+from measure import spread, write
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vramlab as vl
 from vramlab.devices import Stopwatch
 from vramlab.memory.recorder import record
 from vramlab.techniques import Precision
-from vramlab.training import build_optimizer, train_window
+from vramlab.techniques.choose import build_optimizer
+from vramlab.training import train_window
 
-RESULT = Path(__file__).parent / "results" / "recorder.json"
 CPU = torch.device("cpu")
 
 
@@ -83,12 +80,6 @@ def seconds(step: Callable[[], None], around: Callable[[], Any]) -> float:
     return watch.seconds
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Lower quartile, median and upper quartile."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return {"low": low, "median": middle, "high": high}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=31, help="steps of each kind, at least 2")
@@ -104,16 +95,7 @@ def main() -> None:
         ratios = f"{ratio['median']:.3f} ({ratio['low']:.3f}-{ratio['high']:.3f})"
         costs = f"{each['median']:.1f} ({each['low']:.0f}-{each['high']:.0f})"
         print(f"{r['precision']:10} {r['operators']:9} {plain} {recorded} {ratios:>22} {costs:>18}")
-    RESULT.parent.mkdir(exist_ok=True)
-    machine = {"torch": torch.__version__, "python": platform.python_version(), "processor": processor()}
-    RESULT.write_text(json.dumps({"task": task.name, "pairs": pairs, **machine, "results": results}, indent=1) + "\n")
-
-
-def processor() -> str:
-    """The processor's name, as Linux gives it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    write("recorder", {"task": task.name, "pairs": pairs, "results": results})
 
 
 if __name__ == "__main__":

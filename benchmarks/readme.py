@@ -1,0 +1,121 @@
+"""Write README's tables from benchmarks/results.
+
+python benchmarks/readme.py [--check]      with --check only says whether README is up to date
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from measure import RESULTS
+
+from vramlab.recipe import choices, conflicts
+from vramlab.units import format_bytes
+
+README = RESULTS.parents[1] / "README.md"
+
+# What each row of benchmarks/techniques.py costs, and the module that does it.
+ABOUT: dict[str, tuple[str, str]] = {
+    "mixed precision, bf16": ("2 bytes a weight from forward to backward; rounding", "precision"),
+    "pure bf16": ("rounding of parameters and gradients too", "precision"),
+    "gradient accumulation": ("gradients live through the window", "accumulation"),
+    "checkpointing, blocks": ("one more forward", "checkpointing"),
+    "checkpointing, selective": ("the cheap part of one more forward", "checkpointing"),
+    "factored optimizer": ("another optimizer than Adam", "adafactor"),
+    "fused optimizer": ("nothing", "choose"),
+    "optimizer in backward": ("a gradient can be used once", "in_backward"),
+    "chunked loss": ("the head's gradient is there from forward on", "losses"),
+}
+
+
+def technique_table(report: dict[str, Any]) -> str:
+    head = ["technique", "`Recipe`", "saves of 8 excerpts", "of 1", "costs", "step time", "gradients", "excludes", "module"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    task = report["tasks"]["gpt"]
+    plain = task["rows"]["plain fp32, AdamW"]
+    for name, row in task["rows"].items():
+        if row is plain:
+            continue
+        options = {k: v for k, v in row["recipe"].items() if not (k == "optimizer_impl" and name == "factored optimizer")}
+        written = "<br>".join(f"`{k}={v!r}`" for k, v in options.items())
+        saved, of_one = (f"{1 - row[peak] / plain[peak]:.0%}" for peak in ("peak", "peak_of_one_item"))
+        cost, module = ABOUT.get(name, ("all of these", ""))
+        difference = row["gradient_difference"]
+        same = "same to the bit" if difference == 0 else f"within {difference:.0e}"
+        link = f"[`{module}`](vramlab/techniques/{module}.py)" if module else ""
+        time = f"x {row['time_ratio']['median']:.2f}"
+        lines.append(f"| {' | '.join([name, written, saved, of_one, cost, time, same, excluded(options), link])} |")
+    said = (
+        f"Measured on {report['device']} ({report['processor']}, torch {report['torch']}, one thread): {task['name']}, fp32 with AdamW, "
+        f"peak {format_bytes(plain['peak'])} allocated with 8 excerpts a step (activations set it), "
+        f"{format_bytes(plain['peak_of_one_item'])} with one (parameters and their like do). Medians of step times in one process; on a "
+        "CPU they say little about a card. `python benchmarks/techniques.py`"
+    )
+    return "\n".join([said, "", *lines])
+
+
+def excluded(options: dict[str, Any]) -> str:
+    """What a technique excludes, found by asking for conflicts with every value of every option."""
+    found = []
+    for name in (
+        "accumulation",
+        "clip_norm",
+        "precision",
+        "checkpointing",
+        "offload",
+        "optimizer",
+        "optimizer_impl",
+        "optimizer_in_backward",
+    ):
+        values: list[Any] = list(choices(name)) or {"accumulation": [2], "clip_norm": [1.0]}.get(name, [True])
+        bad = [v for v in values if name not in options and conflicts(**options, **{name: v})]
+        if bad:
+            found.append(name.replace("_", " ") if len(values) == 1 else " ".join(map(str, bad)))
+    return ", ".join(found) or "nothing"
+
+
+def optimizer_table(report: dict[str, Any]) -> str:
+    lines = ["| optimizer | state | extra in the step | step time |", "|---|---|---|---|"]
+    for row in report["results"]:
+        extra = "not seen" if row["step_peak"] is None else format_bytes(row["step_peak"])
+        ratio = "{median:.2f} ({low:.2f} to {high:.2f})".format(**row["ratio"])
+        lines.append(f"| {row['optimizer']} | {format_bytes(row['state'])} | {extra} | {ratio} x {row['against']} |")
+    head = f"{report['model']}, {format_bytes(report['parameter_bytes'])} of fp32 parameters, {report['device']}, one thread. "
+    return "\n".join([head + "`python benchmarks/optimizers.py`", "", *lines])
+
+
+def recorder_line(report: dict[str, Any]) -> str:
+    costs = ", ".join(
+        f"{r['precision']} {r['ratio']['median']:.2f} times the step ({r['microseconds_per_operator']['median']:.0f} us an operator)"
+        for r in report["results"]
+    )
+    where = f"{report['pairs']} pairs of steps of {report['task']} on one thread"
+    return f"Recording costs, medians of {where}: {costs}. `python benchmarks/recorder.py`"
+
+
+SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "techniques": technique_table,
+    "optimizers": optimizer_table,
+    "recorder": recorder_line,
+}
+
+
+def rendered(text: str) -> str:
+    """README with what stands between each pair of markers made anew."""
+    for name, table in SECTIONS.items():
+        begin, end = f"<!-- {name}: made by benchmarks/readme.py -->", f"<!-- /{name} -->"
+        before, rest = text.split(begin)
+        _, after = rest.split(end)
+        text = f"{before}{begin}\n{table(json.loads((RESULTS / f'{name}.json').read_text()))}\n{end}{after}"
+    return text
+
+
+if __name__ == "__main__":
+    old = README.read_text()
+    new = rendered(old)
+    if "--check" in sys.argv[1:] and new != old:
+        sys.exit("README.md does not show benchmarks/results: run python benchmarks/readme.py")
+    README.write_text(new)
