@@ -20,7 +20,7 @@ README = RESULTS.parents[1] / "README.md"
 # What each row of benchmarks/techniques.py costs, and the module that does it.
 ABOUT: dict[str, tuple[str, str]] = {
     "mixed precision, bf16": ("2 bytes a weight from forward to backward; rounding", "precision"),
-    "pure bf16": ("rounding of parameters and gradients too", "precision"),
+    "pure bf16": ("rounding of parameters and gradients too; a CPU sums those of norms coarsely", "precision"),
     "gradient accumulation": ("gradients live through the window", "accumulation"),
     "checkpointing, blocks": ("one more forward", "checkpointing"),
     "checkpointing, selective": ("the cheap part of one more forward", "checkpointing"),
@@ -30,9 +30,11 @@ ABOUT: dict[str, tuple[str, str]] = {
     "chunked loss": ("the head's gradient is there from forward on", "losses"),
 }
 
+SWITCHES = {"precision", "micro_batch", "accumulation", "checkpointing", "optimizer"}  # those of the lab in notebook 00
+
 
 def technique_table(report: dict[str, Any]) -> str:
-    head = ["technique", "`Recipe`", "saves of 8 excerpts", "of 1", "costs", "step time", "gradients", "excludes", "module"]
+    head = ["technique", "`Recipe`", "saves of 8 excerpts", "of 1", "costs", "step time", "gradients", "excludes", "notebook", "module"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     task = report["tasks"]["gpt"]
     plain = task["rows"]["plain fp32, AdamW"]
@@ -46,8 +48,9 @@ def technique_table(report: dict[str, Any]) -> str:
         difference = row["gradient_difference"]
         same = "same to the bit" if difference == 0 else f"within {difference:.0e}"
         link = f"[`{module}`](vramlab/techniques/{module}.py)" if module else ""
+        shown = "[00](notebooks/00_start_here.ipynb)" if options.keys() <= SWITCHES else ""
         time = f"x {row['time_ratio']['median']:.2f}"
-        lines.append(f"| {' | '.join([name, written, saved, of_one, cost, time, same, excluded(options), link])} |")
+        lines.append(f"| {' | '.join([name, written, saved, of_one, cost, time, same, excluded(options), shown, link])} |")
     said = (
         f"Measured on {report['device']} ({report['processor']}, torch {report['torch']}, one thread): {task['name']}, fp32 with AdamW, "
         f"peak {format_bytes(plain['peak'])} allocated with 8 excerpts a step (activations set it), "
