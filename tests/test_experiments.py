@@ -608,3 +608,13 @@ def test_a_comparison_holds_no_model() -> None:
     gc.collect()
     assert [ref() for ref in alive if ref() is not None] == []
     assert len(comparison.runs) == 2
+
+
+def test_a_cards_own_counter_of_steps_that_nobody_recorded_is_the_peak() -> None:
+    """A recorder keeps autograd from working in place here and there, so what the card counted beside it may be too much."""
+    trace = MemoryTrace(of_size(120).events, "cuda:0", DeviceCounters(allocated=130, reserved=200, device=None))
+    recorded = [StepReport(step, 1.0, 1.0, None, trace) for step in (1, 2)]
+    result = Run(TASK, vl.Recipe(), torch.device("cuda", 0), reports=list(recorded))
+    assert result.peak == 130
+    result.reports += [StepReport(3 + i, 1.0, 1.0, 8.0, None, DeviceCounters(n, 200, None)) for i, n in enumerate((100, 90))]
+    assert result.peak == 100

@@ -18,6 +18,8 @@ ORDER = [
     "vramlab.memory.trace",
     "vramlab.tensors",
     "vramlab.devices",
+    "vramlab.memory.now",
+    "vramlab.memory.ledger",
     "vramlab.memory.recorder",
     "vramlab.memory",
     "vramlab.techniques.precision",

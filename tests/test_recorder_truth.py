@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramlab import tasks
 from vramlab.memory.recorder import record
-from vramlab.memory.trace import MemoryTrace
+from vramlab.memory.trace import MemoryTrace, Phase
 from vramlab.techniques import checkpoint_blocks
 
 GENERATOR_STATE = torch.get_rng_state().nbytes
@@ -358,23 +358,34 @@ def hooked(x: torch.Tensor) -> torch.Tensor:
     return (x * OTHER).sum()
 
 
-def without_replacements(events: list[int]) -> list[int]:
-    """Events without scalars, and without what takes the place of something of its size the moment that this is released."""
-    kept: list[int] = []
-    for nbytes in events:
-        if nbytes > 64 and kept and kept[-1] == -nbytes:
-            kept.pop()
-        elif abs(nbytes) > 64:
-            kept.append(nbytes)
-    return kept
+WORKS_IN_PLACE = {"aten::" + name for name in ("add.Tensor", "scatter.src", "scatter_add", "index_put", "masked_scatter", "put")}
+
+
+def agree(trace: MemoryTrace, alone: list[int]) -> bool:
+    """Whether a trace is the allocator's series, above 64 bytes, if a sum in place is a release and then an allocation."""
+    events, alone = trace.events, above_64(alone)
+    columns = zip(*(column[events.seeds :].tolist() for column in (events.nbytes, events.operator, events.phase)), strict=True)
+    rows = [
+        (nbytes, events.operators[operator] if phase == Phase.BACKWARD else "") for nbytes, operator, phase in columns if abs(nbytes) > 64
+    ]
+    reached: list[set[int]] = [{0}] + [set() for _ in rows]  # after so many rows: how many of the allocator's events may have been
+    for i, (nbytes, operator) in enumerate(rows):
+        reached[i + 1] |= {j + 1 for j in reached[i] if alone[j : j + 1] == [nbytes]}
+        if operator in WORKS_IN_PLACE and nbytes < 0 and rows[i + 1 : i + 2] == [(-nbytes, operator)]:
+            reached[i + 2] |= reached[i]
+    return len(alone) in reached[-1]
+
+
+def above_64(events: list[int]) -> list[int]:
+    return [nbytes for nbytes in events if abs(nbytes) > 64]
 
 
 INDEX, OTHER = torch.arange(64).remainder(7)[:, None], torch.ones(64, 64)
 ATTENTION = nn.MultiheadAttention(64, 4, batch_first=True)
-FORMULAS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+Formulas = dict[str, Callable[[torch.Tensor], torch.Tensor]]
+IN_PLACE: Formulas = {
     "self-attention": lambda x: ATTENTION(x[None], x[None], x[None])[0].square().sum(),
     "a square": lambda x: (x.exp() * x.exp()).sum() + (lambda y: (y * y * OTHER).sum())(x.tanh()),
-    "twice the same": lambda x: (lambda y: ((y + y) * OTHER).sum())(x.tanh()),
     "a fork": lambda x: (x.sin() + x.cos() + x.tanh()).sum(),
     "log-probabilities of labels": lambda x: -x.log_softmax(1).gather(1, INDEX).sum(),
     "cross-entropy and its square": lambda x: F.cross_entropy(x, INDEX[:, 0]) + 1e-4 * F.cross_entropy(x, INDEX[:, 0]).square(),
@@ -385,49 +396,56 @@ FORMULAS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "largest five": lambda x: x.topk(5).values.sum(),
     "median": lambda x: x.median(1).values.sum(),
     "slices": lambda x: (x[:, :32] * x[:, 32:]).sum() + x[3].sum(),
-    # These copy with and without a mode.
+}
+COPYING: Formulas = {
     "a backward in Python": lambda x: (Shifted.apply(x * 1) * OTHER).sum(),
     "a hook": hooked,
+    "a sum with a graph": lambda x: (torch.autograd.grad((x.sin() + x.exp()).sum(), x, create_graph=True)[0].detach() * x).sum(),
     "rows replaced": lambda x: (x.index_put((INDEX[:, 0],), OTHER) * OTHER).sum(),
     "columns replaced": lambda x: (x.scatter(1, INDEX, OTHER) * OTHER).sum(),
     "a sum by index": lambda x: (OTHER.index_add(0, INDEX[:, 0], x) * OTHER).sum(),
+    "twice the same": lambda x: (lambda y: ((y + y) * OTHER).sum())(x.tanh()),
+    "variance and mean": lambda x: sum(part.square().sum() for part in torch.var_mean(x, 1)),
 }
 
 
-def in_place_where_nobody_looks(step: Callable[[], None]) -> None:
-    """Under a dispatch mode autograd's formulas copy where they otherwise work in place; the trace leaves those copies out."""
+def one_backward(formula: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], None]:
+    weight = nn.Parameter(torch.randn(64, 64))
+
+    def step() -> None:
+        formula(weight * 1).backward()
+        weight.grad = None
+
     step()
+    return step
+
+
+def watched(step: Callable[[], None]) -> MemoryTrace:
     with record() as trace:
         step()
-    alone = allocator_events(step)
-    assert without_replacements(own_events(trace)) == without_replacements(alone)
-    assert abs(rise(alone) - (trace.peak - trace.baseline)) <= 64
     with record() as outer, record() as inner:
         step()
     assert own_events(outer) == own_events(inner) == own_events(trace)
+    return trace
 
 
-@pytest.mark.parametrize("formula", FORMULAS)
-def test_the_series_is_that_of_a_step_without_a_recorder(formula: str) -> None:
-    weight = nn.Parameter(torch.randn(64, 64))
-
-    def step() -> None:
-        FORMULAS[formula](weight * 1).backward()
-        weight.grad = None
-
-    in_place_where_nobody_looks(step)
+SCALARS = 256  # what operators make of numbers; some are saved for backward
 
 
-def test_a_sum_with_a_graph_copies_with_and_without_a_recorder() -> None:
-    weight = nn.Parameter(torch.randn(64, 64))
+@pytest.mark.parametrize("formula", IN_PLACE)
+def test_what_autograd_computes_in_place_is_no_copy_in_the_trace(formula: str) -> None:
+    """Under a dispatch mode it copies, and the trace leaves those copies out."""
+    step = one_backward(IN_PLACE[formula])
+    trace, alone = watched(step), allocator_events(step)
+    assert agree(trace, alone)
+    assert abs(rise(own_events(trace)) - rise(alone)) <= SCALARS
+    assert rise(allocator_events(lambda: _under_a_mode(step))) >= rise(alone)
 
-    def step() -> None:
-        x = weight * 1
-        (gradient,) = torch.autograd.grad((x.sin() + x.cos() + x.exp()).sum(), weight, create_graph=True)
-        gradient.square().sum().backward()
-        weight.grad = None
 
-    in_place_where_nobody_looks(step)
+@pytest.mark.parametrize("formula", COPYING)
+def test_what_copies_without_a_recorder_too_is_a_copy_in_the_trace(formula: str) -> None:
+    step = one_backward(COPYING[formula])
+    assert above_64(own_events(watched(step))) == above_64(allocator_events(step))
 
 
 UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -468,7 +486,10 @@ def test_the_series_of_any_graph_is_that_of_a_step_without_a_recorder(graph: lis
         loss.backward()
         weight.grad = None
 
-    in_place_where_nobody_looks(step)
+    step()
+    trace, alone = watched(step), allocator_events(step)
+    assert agree(trace, alone)
+    assert abs(rise(own_events(trace)) - rise(alone)) <= SCALARS
 
 
 def test_what_a_mode_changes_in_a_cumulative_product_is_not_left_out() -> None:
@@ -482,9 +503,9 @@ def test_what_a_mode_changes_in_a_cumulative_product_is_not_left_out() -> None:
     step()
     with record() as trace:
         step()
-    watched = rise(allocator_events(lambda: _under_a_mode(step)))
-    assert abs(watched - (trace.peak - trace.baseline)) <= 64
-    assert rise(allocator_events(step)) < 0.7 * watched
+    under_a_mode = rise(allocator_events(lambda: _under_a_mode(step)))
+    assert abs(under_a_mode - (trace.peak - trace.baseline)) <= SCALARS
+    assert rise(allocator_events(step)) < 0.7 * under_a_mode
 
 
 def _under_a_mode(step: Callable[[], None]) -> None:

@@ -64,8 +64,13 @@ class Run:
 
     @property
     def peak(self) -> int | None:
-        """Peak allocated bytes: CUDA's own counter where there is one, else the bytes of all storages. None before the first step."""
-        return _peak(self.trace) if self.trace is not None else None
+        """Peak allocated bytes. None before the first step.
+
+        On CUDA the allocator's own counter over the steps that were not recorded (of a run of 1 or 2 steps, over those
+        that were); elsewhere the bytes of all storages in the recorded steps.
+        """
+        counted = [r.counters.allocated for r in self.reports if r.counters is not None]
+        return max(counted) if counted else _peak(self.trace) if self.trace is not None else None
 
     @property
     def breakdown(self) -> MemoryBreakdown:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramlab.devices import Stopwatch, choose_device
+from vramlab.devices import PeakCounters, Stopwatch, choose_device
 from vramlab.memory.recorder import record
-from vramlab.memory.trace import MemoryTrace
+from vramlab.memory.trace import DeviceCounters, MemoryTrace
 from vramlab.recipe import Recipe
 from vramlab.tasks import Task
 from vramlab.techniques.accumulation import Window
@@ -38,6 +38,8 @@ class StepReport:
     """None for a recorded step: recording costs time, so throughput comes from the others."""
     memory: MemoryTrace | None
     """The step's trace if it was recorded."""
+    counters: DeviceCounters | None = None
+    """CUDA's own peaks in a step that was not recorded: a recorder keeps autograd from working in place here and there."""
     skipped: bool = False
     """The loss scaler found an infinite gradient and left the parameters as they were."""
     interrupted: bool = False
@@ -82,11 +84,12 @@ def train(
         for step in itertools.count(1):
             recorded = step <= 2 or step % record_every == 0
             with deferred_interrupt() as interrupted:
-                with keep_trace(record(model, optimizer)) if recorded else nullcontext() as trace, Stopwatch(device) as watch:
-                    window, stepped = train_window(task, recipe, model, optimizer, precision, device)
-                    loss = window.loss  # reads the value, so it waits for the device
-            speed = None if recorded else window.count / watch.seconds
-            yield StepReport(step, loss, watch.seconds, speed, trace, skipped=not stepped, interrupted=bool(interrupted))
+                with PeakCounters(device) as peaks, keep_trace(record(model, optimizer)) if recorded else nullcontext() as trace:
+                    with Stopwatch(device) as watch:
+                        window, stepped = train_window(task, recipe, model, optimizer, precision, device)
+                        loss = window.loss  # reads the value, so it waits for the device
+            speed, counters = (None, None) if recorded else (window.count / watch.seconds, peaks.result)
+            yield StepReport(step, loss, watch.seconds, speed, trace, counters, skipped=not stepped, interrupted=bool(interrupted))
             if interrupted:
                 raise KeyboardInterrupt
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import FrameType
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -21,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vramlab.devices import PeakCounters
-from vramlab.memory.trace import Category, Events, MemoryTrace, Phase
+from vramlab.memory.ledger import Ledger, Storage
+from vramlab.memory.now import Now
+from vramlab.memory.trace import Category, MemoryTrace, Phase
 from vramlab.tensors import consists_of_tensors, storages_of, tensors_in
 
 
@@ -78,12 +78,12 @@ class Recorder(TorchDispatchMode):
         self._model, self._optimizer = model, optimizer
         # A tensor says which device "cuda" is: the current one.
         self._device = torch.empty(0, device=device).device if device is not None else _home(model, optimizer)
-        self._now = _Now(Phase.BUILD if model is None and optimizer is None else Phase.FORWARD)
-        self._ledger = _Ledger(self._now)
+        self._now = Now(Phase.BUILD if model is None and optimizer is None else Phase.FORWARD)
+        self._ledger = Ledger(self._now)
         self._parameters = WeakTensorKeyDictionary()  # to the number of the module that owns them
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
-        self._outside: list[_Storage] = []  # made since the model was last called, and not by it
+        self._outside: list[Storage] = []  # made since the model was last called, and not by it
         self._undo: ExitStack | None = None
         self.trace = MemoryTrace(lambda: self._ledger.events(self._device), str(self._device or "cpu"))
 
@@ -250,7 +250,7 @@ class Recorder(TorchDispatchMode):
                         self._made(made)
         return out
 
-    def _see_arguments(self, func: Any, tensors: list[torch.Tensor]) -> list[tuple[_Storage, torch.UntypedStorage]]:
+    def _see_arguments(self, func: Any, tensors: list[torch.Tensor]) -> list[tuple[Storage, torch.UntypedStorage]]:
         """Notice what no operator has made or shown before; returns what is known of each argument's storage."""
         known = []
         for tensor in tensors:
@@ -261,7 +261,7 @@ class Recorder(TorchDispatchMode):
                 known.append((entry, storage))
         return known
 
-    def _see_argument(self, func: Any, tensor: torch.Tensor, storage: torch.UntypedStorage, entry: _Storage | None) -> _Storage:
+    def _see_argument(self, func: Any, tensor: torch.Tensor, storage: torch.UntypedStorage, entry: Storage | None) -> Storage:
         if isinstance(tensor, nn.Parameter):
             self._see_parameter(tensor, self._now.module)
             return self._ledger.found(storage, Category.PARAMETERS, self._now.module)
@@ -273,7 +273,7 @@ class Recorder(TorchDispatchMode):
             return made
         return self._ledger.found(storage, Category.INPUTS, self._now.module)
 
-    def _made(self, storage: _Storage) -> None:
+    def _made(self, storage: Storage) -> None:
         if self._now.between:
             self._outside.append(storage)
 
@@ -284,7 +284,7 @@ class Recorder(TorchDispatchMode):
                 storage.category = Category.INPUTS
         self._outside.clear()
 
-    def _computed_in_place(self, func: Any, made: _Storage, args: tuple[Any, ...]) -> None:
+    def _computed_in_place(self, func: Any, made: Storage, args: tuple[Any, ...]) -> None:
         """Undo what looking on changes: autograd works in place, but copies while a mode is there (isTensorSubclassLike).
 
         Without a recorder, a sum of two gradients takes the place of the one that waited (torch/csrc/autograd/input_buffer.cpp),
@@ -303,7 +303,7 @@ class Recorder(TorchDispatchMode):
             return
         self._ledger.takes_place_of(old)
 
-    def _entry(self, tensor: torch.Tensor) -> _Storage | None:
+    def _entry(self, tensor: torch.Tensor) -> Storage | None:
         return self._ledger.entry(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
     def _is_weight_copy(self, source: torch.Tensor, copy: torch.Tensor) -> bool:
@@ -321,17 +321,17 @@ _IN_PLACE = {_SUM, *(op.default for op in (_aten.index_put, _aten.masked_scatter
 class _Resizes:
     """``UntypedStorage.resize_`` is not an operator, so no mode sees it; FSDP frees and refills its parameters with it."""
 
-    _ledgers: ClassVar[list[_Ledger]] = []
+    _ledgers: ClassVar[list[Ledger]] = []
     _original = torch.UntypedStorage.resize_
 
     @classmethod
-    def watch(cls, ledger: _Ledger) -> None:
+    def watch(cls, ledger: Ledger) -> None:
         if not cls._ledgers:
             torch.UntypedStorage.resize_ = cls._resize  # type: ignore[method-assign, assignment]
         cls._ledgers.append(ledger)
 
     @classmethod
-    def forget(cls, ledger: _Ledger) -> None:
+    def forget(cls, ledger: Ledger) -> None:
         cls._ledgers.remove(ledger)
         if not cls._ledgers:
             del torch.UntypedStorage.resize_  # what it inherits comes back
@@ -341,270 +341,6 @@ class _Resizes:
         _Resizes._original(storage, size)
         for ledger in _Resizes._ledgers:
             ledger.resized(storage)
-
-
-class _Now:
-    """Where the recorded code is: phase, module, operator, and the epoch, a stretch of one phase.
-
-    A recomputed forward is an epoch of its own inside backward: autograd switches gradients off there, and
-    checkpointing switches them on again.
-    """
-
-    def __init__(self, phase: Phase) -> None:
-        self.phase = phase
-        self.epoch = 0
-        self.forward_epochs = {0}
-        self.module = 0
-        self.operator = 0
-        self.modules, self.operators = {"": 0}, {"(before)": 0}
-        self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self._stack: list[tuple[int, int]] = []  # id and number of the modules that run
-        self._recomputing = False
-        self.between = True  # outside the model, not in backward or step: what is made now may be the next input
-        self._step: int | None = None  # while an optimizer steps: the backward pass it steps in, -1 for none
-        self._nested = 0  # how many steps run inside one another
-        self.node = 0  # counts the nodes of the graph that backward has run
-        self._node_number = -1
-        # Nodes of the graph are numbered as they are made: from each number on, the module that made them.
-        self._sequence: list[int] = []
-        self._made_by: list[int] = []
-
-    @property
-    def outside_modules(self) -> bool:
-        return not self._stack
-
-    @staticmethod
-    def in_backward() -> bool:
-        return torch._C._current_graph_task_id() != -1
-
-    def names(self, module: nn.Module) -> bool:
-        return module in self._numbers
-
-    def name_module(self, module: nn.Module, name: str) -> int:
-        number = self._numbers.get(module)
-        if number is None:
-            number = self._numbers[module] = self.modules.setdefault(name, len(self.modules))
-        return number
-
-    def enter(self, module: nn.Module) -> None:
-        # A module that was made on the way (a loss, say) goes by its class.
-        self._stack.append((id(module), self.name_module(module, type(module).__name__)))
-        self._moved()
-
-    def leave(self, module: nn.Module) -> None:
-        for i in reversed(range(len(self._stack))):
-            if self._stack[i][0] == id(module):
-                del self._stack[i:]  # a KeyboardInterrupt lets modules end without a word
-                self._moved()
-                break
-
-    def _moved(self) -> None:
-        self.module = self._stack[-1][1] if self._stack else 0
-        if not self.in_backward():
-            self._sequence.append(torch.autograd._get_sequence_nr())
-            self._made_by.append(self.module)
-
-    def begin_step(self) -> None:
-        nested = self._step is not None and self.phase is Phase.STEP  # an optimizer that calls super().step(), or another's
-        self._nested = self._nested + 1 if nested else 1
-        self._step = torch._C._current_graph_task_id()
-        if self._step == -1:
-            self._stack.clear()
-        self.phase_is(Phase.STEP)
-
-    def end_step(self) -> bool:
-        """True if this was the outermost of nested steps."""
-        self._nested -= 1
-        if self._nested == 0:
-            self._step = None
-        return self._nested == 0
-
-    def phase_is(self, phase: Phase, recomputing: bool = False) -> None:
-        if (phase, recomputing) != (self.phase, self._recomputing):
-            self.phase, self._recomputing = phase, recomputing
-            self.epoch += 1
-            if phase in (Phase.BUILD, Phase.FORWARD) or recomputing:
-                self.forward_epochs.add(self.epoch)
-
-    def operator_runs(self, func: Any, tensors: list[torch.Tensor]) -> bool:
-        """Note the operator, bring phase and module up to date; True if a forward begins that calls no module."""
-        self.operator = self.operators.setdefault(func, len(self.operators))
-        grad, backward = torch.is_grad_enabled(), torch._C._current_graph_task_id()
-        self.between = False
-        if backward == self._step:  # the step itself; its closure has gradients on, or a backward pass of its own
-            if not grad:
-                self.phase_is(Phase.STEP)
-        elif backward != -1:
-            self.phase_is(Phase.BACKWARD, recomputing=grad)
-        elif self.outside_modules:
-            from_parameters = any(t.requires_grad for t in tensors)
-            self.between = not from_parameters
-            if from_parameters and grad and self.phase is not Phase.FORWARD:
-                self.phase_is(Phase.FORWARD)
-                return True
-            if not grad and self.phase is Phase.BACKWARD:
-                self.phase_is(Phase.STEP)  # unscaling, clipping
-        if backward != -1:
-            self._see_node()
-        return False
-
-    def _see_node(self) -> None:
-        node = torch._C._current_autograd_node()
-        if node is None:
-            return
-        number = node._sequence_nr()
-        if number != self._node_number:
-            self._node_number = number
-            self.node += 1
-        if self.outside_modules:
-            i = bisect_right(self._sequence, number) - 1
-            if 0 <= i < len(self._made_by) - 1:  # accumulating a gradient has the highest number: still the module before
-                self.module = self._made_by[i]
-
-
-class _Storage(weakref.ref):
-    """One storage from the first sight to its release, which the weak reference reports."""
-
-    __slots__ = ("born", "category", "device", "died", "key", "module", "nbytes", "node", "number")
-
-    key: int
-    number: int
-    nbytes: int
-    device: torch.device
-    module: int
-    node: int
-    born: int
-    died: int | None
-    category: Category | None
-
-
-class _Ledger:
-    """Storages and what happened to them."""
-
-    def __init__(self, now: _Now) -> None:
-        self._now = now
-        self._rows: list[tuple[int, int, int, int]] = []  # storage, signed bytes, phase, operator
-        self._late: list[tuple[int, tuple[int, int, int, int]]] = []  # rows found later, with the position they belong to
-        self._boundary = 0
-        self._steps: list[tuple[int, int]] = []  # how many rows there were at the end of an optimizer step, whose it was
-        self._all: list[_Storage] = []
-        self._live: dict[int, _Storage] = {}
-        self._final: Events | None = None
-        self._last_made = 0
-        self._replaced: _Storage | None = None
-
-    def entry(self, storage: torch.UntypedStorage) -> _Storage | None:
-        return self._live.get(storage._cdata)
-
-    def is_parameter(self, storage: torch.UntypedStorage) -> bool:
-        entry = self.entry(storage)
-        return entry is not None and entry.category is Category.PARAMETERS
-
-    def made(self, storage: torch.UntypedStorage) -> _Storage:
-        """A storage that the running operator has just allocated."""
-        entry = self._follow(storage)
-        self._last_made = len(self._rows)
-        self._rows.append((entry.number, entry.nbytes, self._now.phase, self._now.operator))
-        return entry
-
-    def operator_begins(self) -> None:
-        self._replaced = None
-
-    def takes_place_of(self, old: _Storage) -> None:
-        """If this storage is released before the next operator, it makes room for what was made last."""
-        self._replaced = old
-
-    def found(self, storage: torch.UntypedStorage, category: Category, module: int) -> _Storage:
-        """A storage turns out to be of a category; if it is unknown, it existed at the last boundary already."""
-        entry = self._live.get(storage._cdata)
-        if entry is None:
-            entry = self._follow(storage)
-            self._late.append((self._boundary, (entry.number, entry.nbytes, Phase.BUILD, 0)))
-        elif entry.category is not None and entry.category <= category:
-            return entry  # a parameter's storage stays one, whatever else refers to it
-        entry.category, entry.module = category, module
-        return entry
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        entry = self._live.get(storage._cdata)
-        if entry is not None and entry.nbytes != (nbytes := storage.nbytes()):
-            self._rows.append((entry.number, nbytes - entry.nbytes, self._now.phase, self._now.operator))
-            entry.nbytes = nbytes
-
-    def boundary(self) -> None:
-        """What is found from now on existed by now."""
-        self._boundary = len(self._rows)
-
-    def step_ends(self, optimizer: int) -> None:
-        self._steps.append((len(self._rows), optimizer))
-        self.boundary()
-
-    def _follow(self, storage: torch.UntypedStorage) -> _Storage:
-        entry = _Storage(storage, self._released)
-        entry.key, entry.number, entry.nbytes, entry.device = storage._cdata, len(self._all), storage.nbytes(), storage.device
-        entry.module, entry.node, entry.born, entry.died, entry.category = self._now.module, self._now.node, self._now.epoch, None, None
-        self._all.append(entry)
-        self._live[entry.key] = entry
-        return entry
-
-    def _released(self, entry: Any) -> None:
-        if self._live.pop(entry.key, None) is None:  # the recording has ended
-            return
-        entry.died = self._now.epoch
-        at = len(self._rows)
-        if entry is self._replaced:
-            at, self._replaced = self._last_made, None
-        self._rows.insert(at, (entry.number, -entry.nbytes, self._now.phase, self._now.operator))
-
-    def _category_by_lifetime(self, entry: _Storage) -> Category:
-        if entry.category is not None:
-            return entry.category
-        outlived = entry.died is None or entry.died > entry.born
-        return Category.ACTIVATIONS if outlived and entry.born in self._now.forward_epochs else Category.TEMPORARY
-
-    def main_device(self) -> torch.device:
-        """Where most bytes were allocated; the CPU if none were."""
-        totals: dict[torch.device, int] = {}
-        for entry in self._all:
-            totals[entry.device] = totals.get(entry.device, 0) + entry.nbytes
-        return max(totals, key=lambda d: totals[d], default=torch.device("cpu"))
-
-    def events(self, device: torch.device | None) -> Events:
-        """The columns for one device, late rows put where they belong."""
-        device = device or self.main_device()
-        # Copies, and what others refer to last: a trace may be read while another thread records.
-        steps, made, found = list(self._steps), list(self._rows), list(self._late)
-        entries = list(self._all)
-        if self._final is not None:  # the recording has ended meanwhile
-            return self._final
-        positions = np.array([position for position, _ in found], np.int64)
-        rows = np.array(made, np.int64).reshape(-1, 4)
-        rows = np.insert(rows, positions, np.array([row for _, row in found], np.int64).reshape(-1, 4), axis=0)
-        here = np.array([e.device == device for e in entries], bool)[rows[:, 0]]
-        before = np.concatenate(([0], np.cumsum(here)))  # rows of this device before each row
-        rows = rows[here]
-        category = np.array([self._category_by_lifetime(e) for e in entries], np.int8)
-        module = np.array([e.module for e in entries], np.int32)
-        return Events(
-            storage=rows[:, 0],
-            nbytes=rows[:, 1],
-            category=category[rows[:, 0]],
-            module=module[rows[:, 0]],
-            phase=rows[:, 2].astype(np.int8),
-            operator=rows[:, 3].astype(np.int32),
-            modules=tuple(self._now.modules),
-            operators=tuple(str(op).replace("aten.", "aten::").removesuffix(".default") for op in list(self._now.operators)),
-            seeds=int(before[np.count_nonzero(positions == 0)]),
-            steps=tuple((int(before[end + np.count_nonzero(positions <= end)]), whose) for end, whose in steps),
-        )
-
-    def close(self, device: torch.device) -> Events:
-        """The last events; what happens to the storages from now on is nobody's business here."""
-        self._final = self.events(device)
-        self._live.clear()
-        self._all.clear()
-        self._replaced = None
-        return self._final
 
 
 def _called_by_autograd() -> bool:
