@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-import torch.nn.functional as F
+from rows import TASK, batch, loss, model
 from torch import nn
 
 import vramlab as vl
@@ -37,21 +37,6 @@ def _cheap_collections() -> Iterator[None]:
     gc.unfreeze()
 
 
-def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def batch(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 4, device=device)
-    return x, (x.sum(1) > 0).long()
-
-
-def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    x, y = batch
-    return F.cross_entropy(model(x).float(), y, reduction="sum"), len(y)
-
-
-TASK = vl.Task(model, batch, loss, "rows", "rows task")
 TINY = vl.Recipe(micro_batch=4)
 
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import ipywidgets
 import pytest
-import torch
-import torch.nn.functional as F
+from rows import TASK, batch, loss, model
 from torch import nn
 
 import vramlab as vl
@@ -50,21 +49,6 @@ def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
         time.sleep(0.002)
 
 
-def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2))
-
-
-def batch(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 4, device=device)
-    return x, (x.sum(1) > 0).long()
-
-
-def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    x, y = batch
-    return F.cross_entropy(model(x).float(), y, reduction="sum"), len(y)
-
-
-TASK = vl.Task(model, batch, loss, "rows", "rows task")
 LABS: list[vl.Lab] = []
 """Those of the running test, to be stopped at its end whatever happens."""
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from rows import batch, loss
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -43,16 +43,6 @@ def _cheap_collections() -> Iterator[None]:
 def model() -> nn.Module:
     torch.manual_seed(6)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def batch(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 4, device=device)
-    return x, (x.sum(1) > 0).long()
-
-
-def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    x, y = batch
-    return F.cross_entropy(model(x).float(), y, reduction="sum"), len(y)
 
 
 TASK = vl.Task(model, batch, loss, "rows", "rows task")
