@@ -16,6 +16,7 @@ ORDER = [
     "vramlab.units",
     "vramlab.recipe",
     "vramlab.memory.trace",
+    "vramlab.memory.allocator",
     "vramlab.tensors",
     "vramlab.devices",
     "vramlab.memory.now",
