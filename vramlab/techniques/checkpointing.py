@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from vramlab.tensors import tensors_in
+from vramlab.tensors import storages_of, tensors_in
 
 POLICIES = ("all", "selective")
 
@@ -27,8 +33,11 @@ def checkpoint_blocks(
     """Checkpoint every k-th repeated block of a model: same outputs and gradients, fewer bytes, one more forward.
 
     Dropout draws the same masks in the second pass, BatchNorm's running statistics are updated once, and models of the
-    transformers library keep no cache for generation, which the second pass would fill again. Known limit: other things
-    that a block counts or changes in forward are changed twice; ``debug`` finds those that change its result.
+    transformers library keep no cache for generation, which the second pass would fill again. Known limits: other things
+    that a block counts or changes in forward are changed twice; ``debug`` finds those that change its result. What goes to
+    ``saved_tensors_hooks`` inside a block, and what hooks on its modules store, stays in memory.
+
+    To compile, checkpoint first: ``checkpoint_blocks(model)``, then ``torch.compile(model)``.
 
     Args:
         model: changed in place; ``handle.remove()`` changes it back.
@@ -45,7 +54,8 @@ def checkpoint_blocks(
 
     Raises:
         ValueError: ``every`` below 1, no such policy, no such block in the model.
-        RuntimeError: from backward with ``debug``: a module is not the same function in the second pass.
+        RuntimeError: the device does not draw the same random numbers again. From backward with ``debug``: a module is not
+            the same function in the second pass.
 
     Reference: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; Korthikanti et al. 2022 (selective);
     ``torch/utils/checkpoint.py``.
@@ -55,6 +65,12 @@ def checkpoint_blocks(
     if policy not in POLICIES:
         raise ValueError(f"A policy is 'all' or 'selective', got {policy!r}.")
     found = find_blocks(model, blocks)
+    for device in {p.device for p in model.parameters() if not p.is_meta and not isinstance(p, FakeTensor)}:
+        if not _replays_random_numbers(device):
+            raise RuntimeError(
+                f"Checkpointing draws random numbers twice, and {device} drew others the second time: dropout would give wrong gradients "
+                "in silence. Train there without checkpointing, or update torch."
+            )
     return CheckpointHandle(model, dict(list(found.items())[::every]), policy, debug)
 
 
@@ -75,7 +91,8 @@ def find_blocks(model: nn.Module, kind: type[nn.Module] | Callable[[nn.Module], 
         chosen = (lambda m: isinstance(m, kind)) if isinstance(kind, type) else kind
         found = {name: module for name, module in model.named_modules() if chosen(module)}
         if not found:
-            raise ValueError(f"{type(model).__name__} has no block of class {kind.__name__}; name the class of one of its modules.")
+            what = f"block of class {kind.__name__}" if isinstance(kind, type) else f"module of which blocks={kind!r} is true"
+            raise ValueError(f"{type(model).__name__} has no {what}; name the class of one of its modules.")
         return found
 
     lists = [(module, blocks) for module in model.modules() if (blocks := _held_of_one_class(module))]
@@ -103,6 +120,18 @@ def _held_of_one_class(module: nn.Module) -> list[nn.Module]:
     return held if len({type(block) for block in held}) == 1 else []
 
 
+@functools.cache
+def _replays_random_numbers(device: torch.device) -> bool:
+    """Whether dropout has the same mask in the second pass. Not on every device that torch knows (pytorch pull 194478)."""
+    # Not an operator of the code around, and nothing that a recorder should see.
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # others cannot always be forked
+            x = torch.ones(64, device=device, requires_grad=True)
+            y = checkpoint(F.dropout, x, use_reentrant=False)
+            (mask,) = torch.autograd.grad(y.sum(), x)
+            return torch.equal(y.detach(), mask)
+
+
 def _size(modules: list[nn.Module]) -> tuple[int, int]:
     return sum(p.numel() for module in modules for p in module.parameters()), len(modules)
 
@@ -112,6 +141,7 @@ class CheckpointHandle:
 
     def __init__(self, model: nn.Module, blocks: dict[str, nn.Module], policy: str, debug: bool) -> None:
         self.blocks = list(blocks)
+        self._policy = policy
         self._modules = list(blocks.values())
         self._own = [vars(block).get("forward") for block in self._modules]
         self._forwards = [_CheckpointedForward(block, name, policy, debug) for name, block in blocks.items()]
@@ -123,19 +153,23 @@ class CheckpointHandle:
             config.use_cache = False
 
     def explain(self) -> str:
-        """What the checkpoints did until now, and if that was nothing, why."""
-        calls, skipped, again = (sum(getattr(f, n) for f in self._forwards) for n in ("calls", "skipped", "recomputed"))
-        said = f"{len(self.blocks)} blocks checkpointed, called {calls} times, recomputed {again} times"
+        """What the checkpoints did until now, and why the peak may not have fallen."""
+        calls, skipped, again, kept = (sum(getattr(f, n) for f in self._forwards) for n in ("calls", "skipped", "recomputed", "kept"))
+        blocks = f"{len(self.blocks)} block{'s' * (len(self.blocks) != 1)}"
+        said = f"{blocks} checkpointed, called {calls} times, recomputed {again} times"
+        if self._policy == "selective":
+            said += f", {kept} results of products and attention kept"
         if not calls:
             why = f"all {skipped} calls were under no_grad" if skipped else "the model does not call them"
         elif not again:
             why = "backward has not run, or nothing in the blocks and their inputs requires grad"
-        elif len(self.blocks) == 1 and calls > 1:
-            why = "one block is called several times, and the inputs of all calls are kept"
-        elif len(self.blocks) == 1:
-            why = "one block is recomputed as a whole, so at its backward everything in it is alive: checkpoint smaller parts"
-        else:
+        elif sum(f.most_waiting for f in self._forwards) > 1:
             return f"{said}. If the peak did not fall, it stands elsewhere: look at trace.peak_phase and trace.breakdown()."
+        else:
+            return (
+                f"{said}. At its backward everything in a block is alive, so one block saves nothing of its own peak: checkpoint "
+                "smaller parts."
+            )
         return f"{said}. Nothing was saved: {why}."
 
     def remove(self) -> None:
@@ -154,12 +188,16 @@ class CheckpointHandle:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, CheckpointError):
-            last = max(self._forwards, key=lambda forward: forward.last_recomputed)
-            error.add_note(
-                f"This was block {last.name!r}. In its second pass it took another path: it counts its calls, fills a cache, reads "
-                "something that has changed, or autocast was on in one pass only. checkpoint_blocks(..., debug=True) names the module."
-            )
+            last = max(self._forwards, key=lambda forward: forward.last_recomputed)  # a block raises this after its second pass
+            error.add_note(_other_path(last.name))
         self.remove()
+
+
+def _other_path(block: str) -> str:
+    return (
+        f"This was block {block!r}. In its second pass it took another path: it counts its calls, fills a cache, reads something that has "
+        "changed, or autocast was on in one pass only. checkpoint_blocks(..., debug=True) names the module."
+    )
 
 
 class _CheckpointedForward:
@@ -170,6 +208,8 @@ class _CheckpointedForward:
     def __init__(self, block: nn.Module, name: str, policy: str, debug: bool) -> None:
         self.name = name
         self.calls = self.skipped = self.recomputed = self.last_recomputed = self.kept = 0
+        self.waiting = self.most_waiting = 0  # calls whose backward has not begun: what a weight-shared block saves on
+        self.in_place = ""  # the operator that changes what is kept
         self._block, self._policy, self._debug = block, policy, debug
         self.__wrapped__ = block.forward  # the name under which inspect finds the arguments
 
@@ -178,38 +218,58 @@ class _CheckpointedForward:
             self.skipped += 1
             return self.__wrapped__(*args, **kwargs)
         self.calls += 1
-        # Not as keywords: checkpoint() has some of its own, and saves the random state only of devices in positional arguments.
-        out = checkpoint(self._call, kwargs, *args, use_reentrant=False, context_fn=self._contexts)
+        self.waiting += 1
+        self.most_waiting = max(self.most_waiting, self.waiting)
+        comparison = _Comparison(self._block, self.name) if self._debug else None
+        # Not as keywords: checkpoint() has some of its own, and saves the random state only of devices whose tensors it finds in
+        # positional arguments. It finds none in a dataclass, so a parameter says where the block is.
+        out = checkpoint(
+            partial(self._call, comparison),
+            (kwargs, next(self._block.parameters(), None)),
+            *args,
+            use_reentrant=False,
+            context_fn=partial(self._contexts, comparison),
+            early_stop=comparison is None,  # to compare what the block itself gives, it must run to its end
+        )
         if self._policy == "selective" and not self.kept and self.calls == 1:
             warnings.warn(
                 f"Selective checkpointing keeps products and attention, and {self.name!r} has none: all is recomputed.", stacklevel=2
             )
         return out
 
-    def _call(self, kwargs: dict[str, Any], *args: Any) -> Any:
-        return self.__wrapped__(*args, **kwargs)
+    def _call(self, comparison: _Comparison | None, kwargs: tuple[dict[str, Any], Any], *args: Any) -> Any:
+        out = self.__wrapped__(*args, **kwargs[0])
+        if comparison:
+            comparison.compare(self._block, args, out)
+        return out
 
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def _contexts(self, comparison: _Comparison | None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first: list[Any] = []
         second: list[Any] = [_FrozenStatistics(self._block), _Counted(self)]
         if self._policy == "selective":
-            keeping = create_selective_checkpoint_contexts(self._keep)
+            keeping = create_selective_checkpoint_contexts(partial(self._keep, set()))
             first.append(keeping[0])
             second.append(keeping[1])
-        if self._debug:
-            comparison = _Comparison(self._block, self.name)
+        if comparison:
             first.append(comparison)
             second.append(comparison)
         return _All(first) if first else nullcontext(), _All(second)
 
-    def _keep(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if str(operator).split(".")[1] not in KEPT:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        self.kept += 1
-        return CheckpointPolicy.MUST_SAVE
+    def _keep(self, kept: set[int], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = operator.name().removeprefix("aten::").split(".")[0]
+        if name in KEPT:
+            self.kept += 1
+            kept.update(storage._cdata for tensor in tensors_in(context.op_output) for storage in storages_of(tensor))
+            return CheckpointPolicy.MUST_SAVE
+        if name.endswith("_") and any(storage._cdata in kept for tensor in tensors_in(args[:1]) for storage in storages_of(tensor)):
+            self.in_place = name
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-KEPT = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "convolution", "mkldnn_linear", "_scaled_mm", "_flex_attention"} | {
+KEPT = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "_grouped_mm", "linear", "mkldnn_linear", "convolution"}
+KEPT |= {"_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"}
+KEPT |= {"flex_attention", "_flash_attention_forward", "_efficient_attention_forward"}
+KEPT |= {
     f"_scaled_dot_product_{kind}"
     for kind in (
         "flash_attention",
@@ -218,6 +278,7 @@ KEPT = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "convolution", "mkl
         "cudnn_attention",
         "fused_attention_overrideable",
         "attention_math",
+        "attention_math_for_mps",
     )
 }
 """Operators whose results selective checkpointing keeps: those that cost the most to compute again for their bytes."""
@@ -248,30 +309,54 @@ class _Counted:
     def __enter__(self) -> None:
         _CheckpointedForward._clock += 1
         self._forward.recomputed += 1
+        self._forward.waiting = 0
         self._forward.last_recomputed = _CheckpointedForward._clock
 
-    def __exit__(self, *error: Any) -> None:
-        pass
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        # What selective checkpointing raises says neither where nor by what.
+        if error is not None and "has been mutated" in str(error):
+            error.add_note(
+                f"Block {self._forward.name!r} changes a result in place that selective checkpointing keeps, with "
+                f"{self._forward.in_place or 'some operator'}. Use its form without the underscore (inplace=False), or policy='all'."
+            )
+        elif error is not None and _UNKNOWN in str(error):
+            error.add_note(_other_path(self._forward.name))
+
+
+_UNKNOWN = "encountered during backward but not found in storage"
 
 
 class _Comparison:
     """The outputs of a block's modules in the first pass, and whether the second gives the same."""
 
     def __init__(self, block: nn.Module, name: str) -> None:
-        self._named = {module: f"{name}.{inner}" for inner, module in block.named_modules() if inner}
+        self._block = block
+        self._inner = [module for inner, module in block.named_modules() if inner]
+        self._names = {module: f"{name}.{inner}" if inner else name for inner, module in block.named_modules()}
         self._first: list[list[torch.Tensor]] = []
         self._passes = 0
 
     def __enter__(self) -> None:
         self._passes += 1
         self._position = 0
-        self._handles = [module.register_forward_hook(self._output) for module in self._named]
+        self._running = [self._block]
+        self._handles = [module.register_forward_pre_hook(self._begin) for module in self._inner]
+        self._handles += [module.register_forward_hook(self.compare) for module in self._inner]
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         for handle in self._handles:
             handle.remove()
+        if error is not None and _UNKNOWN in str(error):
+            raise self._impure(self._running[-1]) from error
 
-    def _output(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._running.append(module)
+
+    def compare(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The forward hook of the modules in the block; called for the block itself, whose own hooks run once."""
+        if dataclasses.is_dataclass(output):
+            output = [getattr(output, field.name) for field in dataclasses.fields(output)]
+        self._running.pop()
         with torch._C._DisableTorchDispatch():  # looking is no operator of the block: selective checkpointing would replay it
             found = [tensor.detach() for tensor in tensors_in(output)]
             if self._passes == 1:
@@ -281,10 +366,13 @@ class _Comparison:
             self._position += 1
             same = len(found) == len(expected) and all(map(_equal, found, expected))
         if not same:
-            raise RuntimeError(
-                f"Checkpointing computes a block twice, and {self._named[module]!r} gave something else the second time: it is no pure "
-                "function of its inputs and parameters. Take what it counts, caches or draws out of the block, or leave the block out."
-            )
+            raise self._impure(module)
+
+    def _impure(self, module: nn.Module) -> RuntimeError:
+        return RuntimeError(
+            f"Checkpointing computes a block twice, and {self._names[module]!r} gave something else the second time: it is no pure "
+            "function of its inputs and parameters. Take what it counts, caches or draws out of the block, or leave the block out."
+        )
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
