@@ -31,7 +31,8 @@ def accumulate(
     The last window holds what is left, and is divided by what it holds. An iterator of unknown length will do.
 
     Args:
-        batches: micro-batches; ``k`` of them are held at a time, so keep them on the host and move them in the loop.
+        batches: micro-batches; ``k`` of them are held at a time, and ``k`` more while the next window is read, so keep them
+            on the host and move them in the loop.
         k: micro-batches in a window.
         count: how many items a micro-batch's *summed* loss adds up, such as the tokens that are not ignored. None:
             losses are means over micro-batches of equal size, and each counts as one.
@@ -41,8 +42,8 @@ def accumulate(
     Raises:
         ValueError: ``k`` below 1.
     """
-    if not isinstance(k, int) or k < 1:
-        raise ValueError(f"k is a whole number of at least 1, got {k!r}.")
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ValueError(f"k is a whole number of at least 1, got {k!r}; 1 is a step for each micro-batch.")
     iterator = iter(batches)
     while micro_batches := list(islice(iterator, k)):
         counts = [1 if count is None else int(count(batch)) for batch in micro_batches]
@@ -75,7 +76,7 @@ class Window(Generic[B]):
         self._micro_batches, self._items, self._batches, self._no_sync = micro_batches, items, batches, no_sync
         self._divisor = items or 0
         self._total: torch.Tensor | float = 0.0
-        self.count = 0
+        self.count = items or 0  # of items: all, or those counted so far
 
     def __iter__(self) -> Iterator[B]:
         for i, batch in enumerate(self._batches, 1):
@@ -93,8 +94,8 @@ class Window(Generic[B]):
         """
         if self._micro_batches > 1:
             for parameter in parameters:
-                if parameter.requires_grad and parameter.dtype.itemsize == 2 and parameter.grad is None:
-                    parameter.grad_dtype = torch.float32
+                if parameter.requires_grad and parameter.dtype.itemsize == 2:
+                    _keep_gradient_in(torch.float32, parameter)
 
     def share(self, total: torch.Tensor, count: int | None = None) -> torch.Tensor:
         """This micro-batch's part of the window's loss, to call backward on.
@@ -108,9 +109,10 @@ class Window(Generic[B]):
         """
         if count is None and self._items is None:
             raise ValueError("This window does not know how many items it holds: give share(total, count), or accumulate(..., count=...).")
-        self._divisor = self._divisor or (count or 0) * self._micro_batches
+        if self._items is None:
+            self._divisor = self._divisor or (count or 0) * self._micro_batches
+            self.count += count or 0
         self._total = self._total + total.detach().float()
-        self.count += count or 0
         return total / max(1, self._divisor)  # nothing counted so far: the gradients are 0, whatever they are divided by
 
     def close(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -118,15 +120,19 @@ class Window(Generic[B]):
         # Nothing counted: the gradients are 0.
         factor = self._divisor / self.count if self._items is None and self.count else 1.0
         for parameter in parameters:
-            grad = parameter.grad
-            if grad is not None and factor != 1:
-                grad.mul_(factor)
+            if parameter.grad is not None and factor != 1:
+                parameter.grad.mul_(factor)
             if parameter.grad_dtype not in (None, parameter.dtype):
-                parameter.grad = None
-                parameter.grad_dtype = parameter.dtype
-                parameter.grad = grad.to(parameter.dtype) if grad is not None else None
+                _keep_gradient_in(parameter.dtype, parameter)
+        self._divisor = self.count or self._divisor  # what the gradients are divided by now: a second call changes nothing
 
     @property
     def loss(self) -> float:
-        """The mean loss over the window's items so far; 0 if none counted."""
-        return float(self._total) / max(1, self._items if self._items is not None else self.count)
+        """The summed loss so far over `count`: after the last micro-batch the mean loss; 0 if nothing counted."""
+        return float(self._total) / max(1, self.count)
+
+
+def _keep_gradient_in(dtype: torch.dtype, parameter: torch.Tensor) -> None:
+    grad, parameter.grad = parameter.grad, None  # torch changes the type only where there is no gradient
+    parameter.grad_dtype = dtype
+    parameter.grad = grad.to(dtype) if grad is not None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class Precision:
         self._options |= {"backoff_factor": backoff_factor, "growth_interval": growth_interval}
         self._scaler: torch.amp.GradScaler | None = None
         self._loaded: dict[str, Any] = {}
-        self._loss: torch.Tensor | None = None  # the last that went backward in this window
+        self._loss: torch.Tensor | None = None  # the sum of those that went backward in this window
 
     @property
     def scale(self) -> float:
@@ -93,20 +93,23 @@ class Precision:
         """
         device = torch.device(device)
         _refuse_emulated_bf16(self.mode, device)
-        with self._tf32(device):
-            if self.mode not in _AUTOCAST:
+        dtype = _AUTOCAST.get(self.mode)
+        if dtype is None:
+            with self._tf32(device):
                 yield
-                return
-            with torch.autocast(device.type, dtype=_AUTOCAST[self.mode]):
-                # torch only warns when it cannot do what it was asked for, and then computes in fp32.
-                if not torch.is_autocast_enabled(device.type) or torch.get_autocast_dtype(device.type) != _AUTOCAST[self.mode]:
-                    raise ValueError(f"torch has no autocast to {_AUTOCAST[self.mode]} on {device.type}; use precision 'fp32' or 'bf16'.")
-                yield
+            return
+        known = torch.amp.is_autocast_available(device.type)
+        with torch.autocast(device.type, dtype=dtype) if known else nullcontext():
+            # torch only warns when it cannot do what it was asked for, and then computes in fp32.
+            if not known or not torch.is_autocast_enabled(device.type) or torch.get_autocast_dtype(device.type) != dtype:
+                raise ValueError(f"torch has no autocast to {dtype} on {device.type}; use precision 'fp32' or 'bf16'.")
+            yield
 
     def backward(self, loss: torch.Tensor) -> None:
         """``loss.backward()``, in amp-fp16 multiplied by the loss scale so that small gradients do not become 0."""
         scaler = self._scaler_on(loss.device)
-        self._loss = loss.detach()
+        # Infinite or NaN if any of them is.
+        self._loss = loss.detach().float() if self._loss is None else self._loss + loss.detach()
         with self._tf32(loss.device):
             (scaler.scale(loss) if scaler else loss).backward()
 
@@ -122,14 +125,20 @@ class Precision:
             False if any optimizer was skipped for an infinite gradient, or nothing went backward since the last step.
 
         Raises:
-            RuntimeError: backward has run, and no optimizer has a gradient; clipping with a step in backward.
+            RuntimeError: backward has run, and no optimizer has a gradient, or one has, and backward did not run here;
+                clipping with a step in backward.
             ValueError: amp-fp16 with fp16 parameters.
         """
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         if self._loss is None:
+            if any(map(_has_gradients, optimizers)):
+                raise RuntimeError(
+                    "The optimizer has gradients, and nothing went backward here since the last step: call precision.backward(loss) "
+                    "instead of loss.backward(), zero_grad() after each step, and step() once a window with a list of all optimizers."
+                )
             return False
         loss, self._loss = self._loss, None
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        ready = [o for o in optimizers if _has_work(o)]
+        ready = [o for o in optimizers if _has_gradients(o) or getattr(o, "steps_in_backward", False)]
         if not ready:
             raise RuntimeError(
                 "backward() has run and no parameter of the optimizer has a gradient: they are frozen, or not those of the model "
@@ -141,40 +150,44 @@ class Precision:
                 "Clipping needs all gradients at once, and an optimizer that steps in backward has used them up, "
                 f"got clip_norm={clip_norm}; leave it out, or use an ordinary optimizer."
             )
-        for each in ready:
-            parameters = [p for group in each.param_groups for p in group["params"]]
-            if scaler and clip_norm is not None:
-                scaler.unscale_(each)  # the norm of scaled gradients would be too large by the scale
-            if clip_norm is not None:
-                nn.utils.clip_grad_norm_(parameters, clip_norm)
-            if scaler:
-                scaler.step(each)
-            else:
-                each.step()
+        try:
+            for each in ready:
+                if scaler and clip_norm is not None:
+                    scaler.unscale_(each)  # the norm of scaled gradients would be too large by the scale
+                if clip_norm is not None:
+                    nn.utils.clip_grad_norm_([p for group in each.param_groups for p in group["params"]], clip_norm)
+                if scaler:
+                    scaler.step(each)
+                else:
+                    each.step()
+        except BaseException:
+            if scaler:  # it would refuse to unscale these optimizers again
+                self._scaler, self._loaded = None, scaler.state_dict()
+            raise
         return self._update(scaler, loss) if scaler else True
 
     def _update(self, scaler: torch.amp.GradScaler, loss: torch.Tensor) -> bool:
         before = scaler.get_scale()
         scaler.update()
-        if scaler.get_scale() >= before:
-            return True
-        self.skipped_steps += 1
+        skipped = scaler.get_scale() < before
+        self.skipped_steps += skipped
         if not torch.isfinite(loss):
             warnings.warn(
                 f"The loss itself is {loss.item()}: the forward pass left fp16's range (65504), which no loss scale mends. Use amp-bf16.",
                 stacklevel=3,
             )
-        return False
+        return not skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale and its counters; empty in the other modes, and before the first backward."""
-        return self._scaler.state_dict() if self._scaler else self._loaded
+        """The loss scale and its counters; empty in the other modes, and before the first backward if none was loaded."""
+        return self._scaler.state_dict() if self._scaler else dict(self._loaded)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the loss scale that `state_dict` gave; an empty state changes nothing."""
-        self._loaded = dict(state)
-        if self._scaler and state:
-            self._scaler.load_state_dict(self._loaded)
+        """Go on with the loss scale that `state_dict` gave; an empty state, or another mode, changes nothing."""
+        if state and self.mode == "amp-fp16":
+            self._loaded = dict(state)
+            if self._scaler:
+                self._scaler.load_state_dict(self._loaded)
 
     def _scaler_on(self, device: torch.device) -> torch.amp.GradScaler | None:
         if self.mode == "amp-fp16" and self._scaler is None:
@@ -196,31 +209,35 @@ class Precision:
 def fp32_precision(precision: str) -> Iterator[None]:
     """Inside, CUDA's matrix products, convolutions and recurrent layers on fp32 numbers use "ieee" or "tf32".
 
-    All three are set one by one, since the setting above them did not reach all in every release (pytorch issue 179445),
-    and with the API that torch has since 2.9 alone: torch refuses a mixture with ``allow_tf32``.
+    Set with the API that torch has since 2.9 alone, so ``allow_tf32`` cannot be read inside, nor
+    ``torch.backends.cudnn.flags`` used: torch refuses a mixture. Afterwards all settings are what they were, also in what
+    they inherit later.
     """
-    cudnn: Any = torch.backends.cudnn
-    backends = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
-    before = [backend.fp32_precision for backend in backends]
+    backends: Any = torch.backends
+    changed: list[tuple[Any, str]] = []
     try:
-        for backend in backends:
-            backend.fp32_precision = precision
+        # First what is above the others, also above products. Those below follow it, unless they were set themselves, or
+        # in releases where it did not reach them (pytorch issue 179445). Convolutions start with a default that nothing
+        # brings back once they are set, so they are left alone if they follow.
+        for setting in (backends.cudnn, backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
+            if setting.fp32_precision != precision:
+                changed.append((setting, setting.fp32_precision))
+                setting.fp32_precision = precision
         yield
     finally:
-        for backend, old in zip(backends, before, strict=True):
-            backend.fp32_precision = old
+        for setting, old in changed:
+            inherited = setting is backends.cudnn and old == backends.fp32_precision
+            setting.fp32_precision = "none" if inherited else old
 
 
-def _has_work(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it has gradients, or used them up in backward."""
-    gradients = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-    return gradients or getattr(optimizer, "steps_in_backward", False)
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 def _refuse_emulated_bf16(mode: str, device: torch.device) -> None:
-    if device.type == "cpu" or "bf16" not in mode:
+    if device.type != "cuda" or "bf16" not in mode:  # other devices count their capabilities differently, or not at all
         return
-    capability = getattr(torch.get_device_module(device), "get_device_capability", lambda device: (8, 0))(device)
-    if capability is not None and tuple(capability) < (8, 0):
-        found = ".".join(map(str, capability))
-        raise ValueError(f"bf16 needs a card of compute capability 8.0 (Ampere), and {device} has {found}. Use precision 'amp-fp16'.")
+    found = torch.cuda.get_device_capability(device)
+    if found < (8, 0):
+        has = f"{device} has {found[0]}.{found[1]}"
+        raise ValueError(f"bf16 needs a card of compute capability 8.0 (Ampere), and {has}. Use precision 'amp-fp16'.")
