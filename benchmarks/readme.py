@@ -33,10 +33,19 @@ ABOUT: dict[str, tuple[str, str]] = {
 SWITCHES = {"precision", "micro_batch", "accumulation", "checkpointing", "optimizer"}  # those of the lab in notebook 00
 
 
-def technique_table(report: dict[str, Any]) -> str:
-    head = ["technique", "`Recipe`", "saves of 8 excerpts", "of 1", "costs", "step time", "gradients", "excludes", "notebook", "module"]
+def technique_tables(report: dict[str, Any]) -> str:
+    said = (
+        f"Measured on {report['device']} ({report['processor']}, torch {report['torch']}, one thread), each technique against plain fp32 "
+        "with AdamW: the peak with 8 items a step (activations set it) and with 1 (parameters and their like do), the median time of a "
+        "step in one process (on a CPU it says little about a card), and the largest difference of a gradient relative to its "
+        "parameter's largest. `python benchmarks/techniques.py`"
+    )
+    return "\n\n".join([said, *(technique_table(task) for task in report["tasks"].values())])
+
+
+def technique_table(task: dict[str, Any]) -> str:
+    head = ["technique", "`Recipe`", "saves of 8", "of 1", "costs", "step time", "gradients", "excludes", "notebook", "module"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    task = report["tasks"]["gpt"]
     plain = task["rows"]["plain fp32, AdamW"]
     for name, row in task["rows"].items():
         if row is plain:
@@ -51,13 +60,9 @@ def technique_table(report: dict[str, Any]) -> str:
         shown = "[00](notebooks/00_start_here.ipynb)" if options.keys() <= SWITCHES else ""
         time = f"x {row['time_ratio']['median']:.2f}"
         lines.append(f"| {' | '.join([name, written, saved, of_one, cost, time, same, excluded(options), shown, link])} |")
-    said = (
-        f"Measured on {report['device']} ({report['processor']}, torch {report['torch']}, one thread): {task['name']}, fp32 with AdamW, "
-        f"peak {format_bytes(plain['peak'])} allocated with 8 excerpts a step (activations set it), "
-        f"{format_bytes(plain['peak_of_one_item'])} with one (parameters and their like do). Medians of step times in one process; on a "
-        "CPU they say little about a card. `python benchmarks/techniques.py`"
-    )
-    return "\n".join([said, "", *lines])
+    peaks = f"{format_bytes(plain['peak'])} and {format_bytes(plain['peak_of_one_item'])}"
+    chunks = " Chunks save nothing here, since the vocabulary is 256." if "chunked loss" in task["rows"] else ""
+    return "\n".join([f"**{task['name']}**, plain peaks {peaks} allocated.{chunks}", "", *lines])
 
 
 def excluded(options: dict[str, Any]) -> str:
@@ -100,7 +105,7 @@ def recorder_line(report: dict[str, Any]) -> str:
 
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "techniques": technique_table,
+    "techniques": technique_tables,
     "optimizers": optimizer_table,
     "recorder": recorder_line,
 }

@@ -1471,3 +1471,85 @@ def test_checkpointed_blocks_step_in_backward(policy: str) -> None:
             m(x).square().sum().backward()
             optimizer.step()
     assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+class Taking(nn.Module):
+    """A block that takes what it adds from a list, a dictionary or a keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, history: list[torch.Tensor] | None = None, *, cond: Any = None) -> torch.Tensor:
+        if history is not None:
+            x = x + history.pop()
+        if isinstance(cond, dict):
+            x = x * cond["t"]
+        elif cond is not None:
+            x = x * cond
+        return torch.tanh(self.linear(x))
+
+
+class Giver(nn.Module):
+    """Calls its blocks with containers that it changes afterwards."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.blocks = how, nn.ModuleList(Taking() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shared: dict[str, Any] = {}
+        history = [x * i for i in range(4)]
+        for i, block in enumerate(self.blocks):
+            shared["t"] = x * (i + 1)
+            x = block(x, history) if self.how == "list" else block(x, cond=shared)
+        return x
+
+
+@pytest.mark.parametrize("policy", ["all", "selective"])
+@pytest.mark.parametrize("how", ["list", "dict"])
+def test_containers_that_change_afterwards_are_those_of_the_first_pass(how: str, policy: str) -> None:
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model, x = Giver(how), torch.randn(4, 8, requires_grad=True)
+        if checkpointed:
+            checkpoint_blocks(model, policy=policy)
+        model(x).square().sum().backward()
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)  # the sums of x's many gradients are added up in another order
+
+
+def test_a_keyword_tensor_changed_in_place_is_refused_as_without_checkpoints() -> None:
+    for checkpointed in (False, True):
+        model, x, t = nn.ModuleList([Taking()]), torch.randn(4, 8, requires_grad=True), torch.ones(4, 8)
+        if checkpointed:
+            checkpoint_blocks(model)
+        out = model[0](x, cond=t)
+        t.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_a_dense_net_keeps_its_losses() -> None:
+    densenet = pytest.importorskip("torchvision").models.densenet
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = densenet.DenseNet(8, (2, 2), 16, num_classes=4)
+        if checkpointed:
+            checkpoint_blocks(model)
+        out = model(torch.randn(2, 3, 64, 64)).square().sum()
+        out.backward()
+        found.append([out.detach(), *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_block_is_checkpointed_once() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    handle = checkpoint_blocks(model, every=2)
+    with pytest.raises(ValueError, match=r"^A block is checkpointed once, and 0, 2 already is; call remove\(\) of that handle first\.$"):
+        checkpoint_blocks(model)
+    handle.remove()
+    checkpoint_blocks(model).remove()
+    assert all("forward" not in vars(block) for block in model)

@@ -72,6 +72,12 @@ def test_what_is_no_device_is_refused(name: str) -> None:
         choose_device(name)
 
 
+@pytest.mark.parametrize("name", ["mps", "meta", "xpu"])
+def test_other_devices_are_refused_before_anything_runs_there(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^vramlab measures on 'cpu' and 'cuda', got '{name}'; on a Mac use 'cpu'"):
+        choose_device(name)
+
+
 def test_cuda_without_cuda_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     stub_cuda(monkeypatch, 0, build=None)
     with pytest.raises(ValueError, match=re.escape(f"Device 'cuda' needs CUDA, and torch {torch.__version__} here has none. Use cpu.")):

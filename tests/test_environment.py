@@ -14,7 +14,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 # A path may follow a quote, a space or "file://", not a host name or a longer path.
-MACHINE_PATH = re.compile(r"(?<![\w.~-])(/(?:work|root|home)/|/tmp/[A-Za-z])")
+MACHINE_PATH = re.compile(r"(?<![\w.~-])(/(?:wor[k]|roo[t]|home)/|/tm[p]/[A-Za-z])")
 
 
 def test_environment_has_the_projects_name_and_only_known_keys() -> None:

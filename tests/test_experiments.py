@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import html
+import random
 import re
 import signal
 import statistics
@@ -92,7 +93,7 @@ def test_a_run_holds_what_was_asked_and_measured() -> None:
     assert result.failed_trace is None
 
 
-def test_the_line_of_the_issue_works() -> None:
+def test_the_shortest_run_has_a_peak_and_a_speed() -> None:
     result = vl.run(vl.tasks.gpt("nano"), vl.Recipe(precision="amp-bf16", checkpointing="blocks"), steps=3, progress=False)
     assert result.peak is not None
     assert result.peak > 4 * sum(p.numel() for p in vl.tasks.gpt("nano").model().parameters())
@@ -603,3 +604,30 @@ def test_a_cards_own_counter_of_steps_that_nobody_recorded_is_the_peak() -> None
     assert result.peak == 130
     result.reports += [StepReport(3 + i, 1.0, 1.0, 8.0, None, DeviceCounters(n, 200, None)) for i, n in enumerate((100, 90))]
     assert result.peak == 100
+
+
+def test_batches_drawn_by_numpy_and_python_are_the_same_for_every_recipe() -> None:
+    def drawn(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.from_numpy(np.random.randn(size, 4).astype(np.float32)) * random.random()
+        return x.to(device), (x.sum(1) > 0).long()
+
+    random.seed(5)
+    np.random.seed(5)
+    untouched = random.random(), np.random.rand()
+    random.seed(5)
+    np.random.seed(5)
+    task = vl.Task(model, drawn, loss)
+    first, second = compare([TINY, TINY], task=task).runs
+    assert first.losses == second.losses
+    assert (random.random(), np.random.rand()) == untouched
+
+
+def test_an_error_in_a_comparison_carries_the_runs_so_far() -> None:
+    def failing(net: nn.Module, rows: Any) -> Any:
+        if len(rows[0]) == 2:
+            raise KeyError("two")
+        return loss(net, rows)
+
+    with pytest.raises(KeyError) as error:
+        compare([TINY, vl.Recipe(micro_batch=2), TINY], task=vl.Task(model, batch, failing))
+    assert [run.status for run in error.value.runs] == ["finished", "KeyError: 'two'"]  # type: ignore[attr-defined]

@@ -993,20 +993,18 @@ def test_fp16_parameters_are_refused_by_name() -> None:
     """pytorch issue 74739, bitsandbytes issue 945, Lightning issue 5140, AdaFace issue 127: "Attempting to unscale FP16 gradients"."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).half(), nn.Linear(4, 4).half().requires_grad_(False))
     before = {name: p.dtype for name, p in model.named_parameters()}
-    text = r"^amp-fp16 needs fp32 parameters, and these are fp16: 1\.weight, 1\.bias\. Do not call \.half\(\): autocast casts\.$"
+    text = r"^amp-fp16 trains fp32 parameters, and these have 16 bits: 1\.weight, 1\.bias\. Build the model in fp32, call "
     with pytest.raises(ValueError, match=text):
         Precision("amp-fp16").prepare(model)
     assert {name: p.dtype for name, p in model.named_parameters()} == before
     model[1].requires_grad_(False)  # what is not trained may be fp16
     assert Precision("amp-fp16").prepare(model) is model
-    for mode in ("fp32", "tf32", "amp-bf16"):
-        assert Precision(mode).prepare(model.requires_grad_()) is model
 
 
 def test_a_run_with_fp16_parameters_is_refused_before_it_starts() -> None:
     """pytorch issue 74739."""
     task = vl.Task(lambda: nn.Linear(4, 1).half(), lambda n, device: pytest.fail("not reached"), lambda model, batch: None)
-    with pytest.raises(ValueError, match=r"^amp-fp16 needs fp32 parameters, and these are fp16: weight, bias\."):
+    with pytest.raises(ValueError, match=r"^amp-fp16 trains fp32 parameters, and these have 16 bits: weight, bias\."):
         vl.run(task, vl.Recipe(precision="amp-fp16"), steps=1, progress=False)
 
 
@@ -1064,3 +1062,14 @@ def test_checkpoints_and_autocast_agree_on_a_weight_used_before_and_inside(where
         assert shared.weight.grad.dtype is torch.float32
         found.append(flat([shared.weight.grad, shared.bias.grad]))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "amp-bf16", "amp-fp16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_parameters_do_not_go_by_the_name_of_fp32(mode: str, dtype: torch.dtype) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))).to(dtype)
+    with pytest.raises(ValueError, match=rf"^{mode} trains fp32 parameters, .* bits: 0\.weight, .* and 3 more\. Build"):
+        Precision(mode).prepare(model)
+    model.requires_grad_(False)
+    model[0].float().requires_grad_(True)  # a frozen 16-bit base with trained fp32 parts is fine
+    assert Precision(mode).prepare(model) is model

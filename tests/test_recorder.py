@@ -1266,3 +1266,11 @@ def test_recording_a_step_takes_less_than_twice_as_long(monkeypatch: pytest.Monk
     assert result["operators"] > 300
     assert result["ratio"]["low"] < 2
     assert result["ratio"]["low"] <= result["ratio"]["median"] <= result["ratio"]["high"]
+
+
+@pytest.mark.parametrize("arguments", [("x",), (vl.tasks.gpt("nano"),), (None, nn.Linear(2, 2))])
+def test_what_is_no_module_or_no_optimizer_is_refused(arguments: tuple) -> None:
+    with pytest.raises(
+        TypeError, match=r"^record\(\) takes a module and an optimizer, each may be left out, got .*; write record\(model, opt"
+    ):
+        record(*arguments)

@@ -405,3 +405,14 @@ def test_rounding_is_never_below_and_always_whole_blocks(happened: Events, block
     assert rounded.rounded(block).events.nbytes.tolist() == rounded.events.nbytes.tolist()
     if block == 1:
         assert blocks.tolist() == exact.tolist()
+
+
+def test_moments_blocks_and_counts_that_cannot_be_are_refused_in_words() -> None:
+    trace = one_step()
+    for at in (1.5, None):
+        with pytest.raises(ValueError, match="^A moment is 'peak', 'start', 'end', an event's number"):
+            trace.breakdown(at)
+    with pytest.raises(ValueError, match=r"^A block has at least 1 byte, got 0\.$"):
+        trace.rounded(0)
+    with pytest.raises(ValueError, match=r"^n is a whole number of at least 1, got -1\.$"):
+        trace.holders(-1)

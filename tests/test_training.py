@@ -657,3 +657,30 @@ def test_a_window_of_the_loop_is_the_technique() -> None:
     assert inspect.getsource(train).count("train_window") == 1
     assert "Window(recipe.accumulation)" in inspect.getsource(vl.training.train_window)
     assert vl.techniques.Window is Window
+
+
+def test_a_model_that_a_run_had_before_is_refused() -> None:
+    """Its parameters would be trained on, in the dtype of the run before: a silently wrong row of a comparison."""
+    kept = model()
+    task = vl.Task(lambda: kept, batch, loss)
+    next(train(task, vl.Recipe(micro_batch=2), "cpu"))
+    with pytest.raises(TypeError, match=r"^Task\.model makes a new model for every run, and this Sequential was given"):
+        next(train(task, vl.Recipe(micro_batch=2), "cpu"))
+
+
+def test_norms_frozen_by_the_model_stay_frozen() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = nn.BatchNorm1d(4).eval(), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append((self.training, self.norm.training))
+            return self.head(self.norm(x))
+
+    seen: list[tuple[bool, bool]] = []
+    next(train(vl.Task(Frozen, batch, loss), vl.Recipe(micro_batch=2), "cpu"))
+    assert seen == [(True, False)]
+    seen.clear()
+    next(train(vl.Task(lambda: Frozen().eval(), batch, loss), vl.Recipe(micro_batch=2), "cpu"))
+    assert seen == [(True, True)]  # a model in eval mode as a whole was only forgotten there

@@ -37,6 +37,8 @@ def choose_device(device: torch.device | str = "auto") -> torch.device:
         chosen = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"A device is 'auto', 'cpu', 'cuda' or 'cuda:1', got {name!r}.") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"vramlab measures on 'cpu' and 'cuda', got {name!r}; on a Mac use 'cpu', where the same tensors are made.")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"Device {name!r} needs CUDA, and torch {torch.__version__} here has none. {cuda_advice() or 'Use cpu.'}")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():

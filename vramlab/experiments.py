@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import html
+import random
 import statistics
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from tqdm.auto import tqdm
 
@@ -222,7 +225,11 @@ def _run_alone(
     result = Run(task, recipe, device)
     devices = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices), tqdm(total=steps, desc=task.name, disable=not progress, leave=False) as bar:
+        with (
+            torch.random.fork_rng(devices),
+            _python_random(seed),
+            tqdm(total=steps, desc=task.name, disable=not progress, leave=False) as bar,
+        ):
             _seed(seed, device)
             for report in train(task, recipe, device, record_every=record_every):
                 result.reports.append(report)
@@ -245,6 +252,19 @@ def _run_alone(
         _release_memory(error)
         raise
     return result
+
+
+@contextmanager
+def _python_random(seed: int) -> Iterator[None]:
+    """Seed Python's and NumPy's generators too, for tasks whose batches use them, and put them back."""
+    before, numpy_before = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(numpy_before)
 
 
 def _seed(seed: int, device: torch.device) -> None:
@@ -282,7 +302,8 @@ def compare(
 ) -> Comparison:
     """Run several recipes one after the other, each from scratch, and lay them side by side.
 
-    A recipe that runs out of memory gets a row that says so; the others still run. Ctrl-C ends the comparison with the
+    A recipe that runs out of memory gets a row that says so; the others still run. Any other error ends it, and carries
+    the runs so far as ``error.runs``. Ctrl-C ends the comparison with the
     rows it has.
 
     Args:
@@ -307,9 +328,11 @@ def compare(
         try:
             runs.append(run(task, recipe, steps=steps, device=device, seed=seed, progress=progress))
         except Exception as error:
-            if not _is_out_of_memory(error):
+            if failed := getattr(error, "run", None):
+                runs.append(failed)
+            if failed is None or not _is_out_of_memory(error):
+                error.runs = runs  # type: ignore[attr-defined]
                 raise
-            runs.append(error.run)  # type: ignore[attr-defined]
         if runs[-1].status == "interrupted":
             break
         gc.collect()  # a model in a reference cycle would count in the next run's device memory

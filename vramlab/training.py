@@ -6,6 +6,7 @@ import itertools
 import operator
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -77,7 +78,9 @@ def train(
     check_arguments(task, recipe, record_every)
     device = choose_device(device)
     precision = Precision(recipe.precision, loss_scale=recipe.loss_scale)
-    model = precision.prepare(checked_model(task.model())).to(device).train()
+    model = precision.prepare(checked_model(task.model())).to(device)
+    if not model.training:  # else norms that are frozen in eval mode stay so
+        model.train()
     optimizer = build_optimizer(model, recipe, learning_rate)
 
     with changed_model(model, recipe):
@@ -115,14 +118,23 @@ def train_window(
 
 
 def checked_model(model: Any) -> nn.Module:
-    """What ``Task.model`` returned, if it is a module.
+    """What ``Task.model`` returned, if it is a new module.
 
     Raises:
-        TypeError: it is not.
+        TypeError: it is no module, or one that a run was given before: that would be trained on, in the last run's precision.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"Task.model returns a torch.nn.Module, got {_short(model)}; write for example model=lambda: MyModel().")
+    if model in _given:
+        raise TypeError(
+            f"Task.model makes a new model for every run, and this {type(model).__name__} was given to one before; "
+            "write model=lambda: MyModel(), or model=lambda: copy.deepcopy(my_model)."
+        )
+    _given.add(model)
     return model
+
+
+_given: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def checked_loss(result: Any) -> tuple[torch.Tensor, int]:

@@ -47,6 +47,7 @@ def record(
 
     Raises:
         ValueError: the model is compiled: its memory is allocated below the operators that a recorder sees.
+        TypeError: no module, no optimizer.
         RuntimeError: the same recorder is entered twice.
 
     Categories are decided by lifetime: what ends as some parameter's ``grad`` is a gradient, what an optimizer keeps
@@ -57,7 +58,8 @@ def record(
     Limits. Not seen: what an operator allocates and releases inside itself (operands that a bf16 product on the CPU
     packs anew, the fused path of nn.TransformerEncoderLayer in evaluation, the functions that torch.cond runs), and
     memory that no operator makes (the 5,056 bytes of generator state that checkpointing keeps for each block). A tensor
-    that existed before and first occurs after an optimizer step is counted from the end of that step. Memory that is
+    that existed before and first occurs after an optimizer step is counted from the end of that step; code in other threads
+    is not seen; memory that comes from outside torch later (``from_dlpack``, ``frombuffer``) counts from the start. Memory that is
     shared with NumPy counts for each tensor made from it. Compiled code that runs inside the block runs eagerly there.
 
     While anything looks on, autograd copies where it otherwise works in place. The trace leaves those copies out of
@@ -74,6 +76,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, device: torch.device | str | None) -> None:
         super().__init__()
+        _refuse_others(model, optimizer)
         _refuse_compiled(model)
         self._model, self._optimizer = model, optimizer
         # A tensor says which device "cuda" is: the current one.
@@ -369,6 +372,12 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 def _home(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> torch.device | None:
     parameters = [*(model.parameters() if model is not None else ()), *(_parameters_of(optimizer) if optimizer else ())]
     return next((p.device for p in parameters if p.device.type != "meta"), None)
+
+
+def _refuse_others(model: Any, optimizer: Any) -> None:
+    if not isinstance(model, nn.Module | None) or not isinstance(optimizer, torch.optim.Optimizer | None):
+        found = f"{type(model).__name__} and {type(optimizer).__name__}"
+        raise TypeError(f"record() takes a module and an optimizer, each may be left out, got {found}; write record(model, optimizer).")
 
 
 def _refuse_compiled(model: nn.Module | None) -> None:

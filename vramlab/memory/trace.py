@@ -203,7 +203,13 @@ class MemoryTrace:
         return table.assign(total=table.sum(axis=1)).sort_values("total", ascending=False, kind="stable")
 
     def holders(self, n: int = 10, at: str | int = "peak") -> pd.DataFrame:
-        """The ``n`` largest storages alive at a moment: bytes, category, module, phase and operator that made them."""
+        """The ``n`` largest storages alive at a moment: bytes, category, module, phase and operator that made them.
+
+        Raises:
+            ValueError: ``n`` below 1, or no such moment.
+        """
+        if n < 1:
+            raise ValueError(f"n is a whole number of at least 1, got {n}.")
         return self._live(at).sort_values("bytes", ascending=False, kind="stable").head(n).reset_index(drop=True)
 
     def timeline(self) -> pd.DataFrame:
@@ -229,7 +235,13 @@ class MemoryTrace:
         return _breakdown(events, ends[-1]) - _breakdown(events, ends[1])
 
     def rounded(self, block: int = 512) -> MemoryTrace:
-        """The same trace with every storage rounded up to the allocator's block (0 bytes stay 0), as CUDA hands them out."""
+        """The same trace with every storage rounded up to the allocator's block (0 bytes stay 0), as CUDA hands them out.
+
+        Raises:
+            ValueError: a block below 1 byte.
+        """
+        if block < 1:
+            raise ValueError(f"A block has at least 1 byte, got {block}.")
         events = self.events
         rounded = np.empty_like(events.nbytes)
         held: dict[int, int] = {}
@@ -276,7 +288,8 @@ class MemoryTrace:
         if self.counters:
             c = self.counters
             device = "" if c.device is None else f", device {format_bytes(c.device)}"
-            lines.append(f"<p>CUDA's counters: allocated {format_bytes(c.allocated)}, reserved {format_bytes(c.reserved)}{device}</p>")
+            counted = f"allocated {format_bytes(c.allocated)}, reserved {format_bytes(c.reserved)}{device}"
+            lines.append(f"<p>CUDA's own counters (with workspaces and whole blocks): {counted}</p>")
         return "".join(lines) + self.breakdown()._repr_html_()
 
 
@@ -307,7 +320,7 @@ def _moment(events: Events, at: str | int) -> int:
         return count
     if at == "peak":  # what existed before existed at once: no peak among the seeds
         return seeds + int(running[seeds:].argmax())
-    phase = at.removeprefix("end of ")
+    phase = at.removeprefix("end of ") if isinstance(at, str) else None
     if phase not in labels:
         known = ", ".join(f"{label!r}, 'end of {label}'" for label in labels)
         raise ValueError(f"A moment is 'peak', 'start', 'end', an event's number or one of {known}, got {at!r}.")

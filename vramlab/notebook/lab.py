@@ -72,9 +72,7 @@ class Lab:
             "micro_batch": w.SelectionSlider(options=sizes, value=recipe.micro_batch, continuous_update=False),
             "accumulation": w.SelectionSlider(options=windows, value=recipe.accumulation, continuous_update=False),
             "checkpointing": buttons("checkpointing", choices("checkpointing")),
-            "optimizer": buttons(
-                "optimizer", tuple(c for c in choices("optimizer") if c != "adamw-8bit" or importlib.util.find_spec("torchao"))
-            ),
+            "optimizer": buttons("optimizer", self._optimizers(recipe)),
         }
         self._base = recipe
         self.start_button = w.Button(description="Start", icon="play", button_style="success", tooltip="Train with these switches")
@@ -85,6 +83,12 @@ class Lab:
             switch.observe(lambda _: self._guard(self.measure), "value")
         self.start_button.on_click(lambda _: self._guard(self.start))
         self.stop_button.on_click(lambda _: self.stop())
+
+    @staticmethod
+    def _optimizers(recipe: Recipe) -> tuple[str, ...]:
+        """Those that are installed, and what the recipe asks for: training then says what is missing."""
+        missing = "adamw-8bit" if importlib.util.find_spec("torchao") is None else None
+        return tuple(name for name in choices("optimizer") if name != missing or name == recipe.optimizer)
 
     @property
     def recipe(self) -> Recipe:

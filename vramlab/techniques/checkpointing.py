@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from vramlab.tensors import storages_of, tensors_in
@@ -53,7 +54,7 @@ def checkpoint_blocks(
         manager it is removed at the end, and says which block a failing second pass was in.
 
     Raises:
-        ValueError: ``every`` below 1, no such policy, no such block in the model.
+        ValueError: ``every`` below 1, no such policy, no such block in the model, a block that is checkpointed already.
         RuntimeError: the device does not draw the same random numbers again. From backward with ``debug``: a module is not
             the same function in the second pass.
 
@@ -140,6 +141,9 @@ class CheckpointHandle:
     """Blocks whose forward is checkpointed until `remove` is called, or until the ``with`` block ends that it is used in."""
 
     def __init__(self, model: nn.Module, blocks: dict[str, nn.Module], policy: str, debug: bool) -> None:
+        twice = [name for name, block in blocks.items() if isinstance(vars(block).get("forward"), _CheckpointedForward)]
+        if twice:
+            raise ValueError(f"A block is checkpointed once, and {', '.join(twice)} already is; call remove() of that handle first.")
         self.blocks = list(blocks)
         self._policy = policy
         self._modules = list(blocks.values())
@@ -221,12 +225,14 @@ class _CheckpointedForward:
         self.waiting += 1
         self.most_waiting = max(self.most_waiting, self.waiting)
         comparison = _Comparison(self._block, self.name) if self._debug else None
-        # Not as keywords: checkpoint() has some of its own, and saves the random state only of devices whose tensors it finds in
-        # positional arguments. It finds none in a dataclass, so a parameter says where the block is.
+        # Each tensor by itself: so autograd keeps it and notices when it is changed, and the second pass gets lists and dictionaries
+        # as they were, whatever the block or the caller does to them. A dataclass is one leaf, so a parameter says on which device
+        # the random state is.
+        leaves, structure = tree_flatten((args, kwargs))
         out = checkpoint(
-            partial(self._call, comparison),
-            (kwargs, next(self._block.parameters(), None)),
-            *args,
+            partial(self._call, comparison, structure, [(args, kwargs)]),
+            next(self._block.parameters(), None),
+            *leaves,
             use_reentrant=False,
             context_fn=partial(self._contexts, comparison),
             early_stop=comparison is None,  # to compare what the block itself gives, it must run to its end
@@ -237,8 +243,10 @@ class _CheckpointedForward:
             )
         return out
 
-    def _call(self, comparison: _Comparison | None, kwargs: tuple[dict[str, Any], Any], *args: Any) -> Any:
-        out = self.__wrapped__(*args, **kwargs[0])
+    def _call(self, comparison: _Comparison | None, structure: Any, first: list[Any], _: Any, *leaves: Any) -> Any:
+        # The first pass works on the caller's own containers, and lets go of them.
+        args, kwargs = first.pop() if first else tree_unflatten(leaves, structure)
+        out = self.__wrapped__(*args, **kwargs)
         if comparison:
             comparison.compare(self._block, args, out)
         return out

@@ -71,15 +71,22 @@ class Precision:
         """Bring the model's parameters to this precision, in place (only bf16 changes them), and return it.
 
         Raises:
-            ValueError: amp-fp16 with parameters that are fp16 themselves, by name: their gradients cannot be unscaled.
+            ValueError: trained parameters that are 16-bit already in another mode than bf16, by name: what is called fp32 would
+                be none, and the loss scaler cannot unscale fp16 gradients.
         """
-        half = [name for name, p in model.named_parameters() if p.dtype is torch.float16 and p.requires_grad]
-        if half and self.mode == "amp-fp16":
-            raise ValueError(f"amp-fp16 needs fp32 parameters, and these are fp16: {', '.join(half)}. Do not call .half(): autocast casts.")
-        return model.to(torch.bfloat16) if self.mode == "bf16" else model
+        if self.mode == "bf16":
+            return model.to(torch.bfloat16)
+        half = [name for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point() and p.dtype.itemsize == 2]
+        if half:
+            shown = ", ".join(half[:5]) + (f" and {len(half) - 5} more" if len(half) > 5 else "")
+            raise ValueError(
+                f"{self.mode} trains fp32 parameters, and these have 16 bits: {shown}. Build the model in fp32, call .float() and not "
+                ".half(), or set precision 'bf16'."
+            )
+        return model
 
     def inputs(self, batch: Any) -> Any:
-        """The batch with its floating-point tensors in the type the model takes; only bf16 changes them."""
+        """The batch with its floating-point tensors in the type the model takes; only bf16 changes them, targets too."""
         if self.mode != "bf16":
             return batch
         return map_tensors(lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t, batch)
