@@ -300,3 +300,19 @@ def test_each_category_has_one_colour_in_every_picture() -> None:
     assert len({c.color for c in Category}) == len(Category)
     shown = set(areas(vl.plot(STEP).axes[0])) | {color for color, *_ in bars(vl.plot(STEP.breakdown()).axes[0])}
     assert shown <= {c.color.lower() for c in Category}
+
+
+def test_a_difference_has_no_bar() -> None:
+    with pytest.raises(ValueError, match=r"^plot\(\) draws bytes that are held, and this is a difference: .*Show it as a table\.$"):
+        vl.plot(MemoryBreakdown(activations=5) - MemoryBreakdown(activations=8))
+
+
+def test_long_labels_leave_room_for_the_bars() -> None:
+    recipe = vl.Recipe(micro_batch=2)
+    other = recipe.with_(precision="amp-bf16", checkpointing="blocks", optimizer="adafactor", optimizer_in_backward=True, loss_chunks=8)
+    task = vl.tasks.gpt("nano", sequence=8)
+    picture = vl.plot(vl.compare(task, [recipe, other], steps=1, device="cpu", progress=False))
+    memory = picture.axes[0]
+    assert max(len(line) for label in memory.get_yticklabels() for line in label.get_text().splitlines()) <= 40
+    picture.png()  # laid out
+    assert memory.get_position().width > 0.35

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import singledispatch
@@ -90,7 +91,8 @@ def _(comparison: Comparison, ax: Axes | None) -> Picture | Axes:
     breakdowns = {f"{i}  {label}": r.breakdown for i, (label, r) in enumerate(zip(labels, comparison.runs, strict=True), 1)}
     if ax is not None:
         return draw_breakdowns(ax, breakdowns)
-    picture = Picture(11, 1.3 + 0.42 * len(breakdowns))
+    lines = sum(1 + _wrapped(label).count("\n") for label in breakdowns)
+    picture = Picture(11, 1.3 + 0.3 * len(breakdowns) + 0.13 * lines)
     memory, speed = picture.axes_row(2.6, 1)
     draw_breakdowns(memory, breakdowns)
     draw_speeds(speed, comparison.runs)
@@ -130,7 +132,14 @@ def draw_timeline(ax: Axes, trace: MemoryTrace) -> Axes:
 
 
 def draw_breakdowns(ax: Axes, breakdowns: dict[str, MemoryBreakdown]) -> Axes:
-    """One stacked bar for each breakdown, from top to bottom, with its total beside."""
+    """One stacked bar for each breakdown, from top to bottom, with its total beside.
+
+    Raises:
+        ValueError: negative bytes: a difference has no bar.
+    """
+    for breakdown in breakdowns.values():
+        if any(n < 0 for _, n in breakdown.items()):
+            raise ValueError(f"plot() draws bytes that are held, and this is a difference: {breakdown!r}. Show it as a table.")
     unit, name = byte_unit(max((b.total for b in breakdowns.values()), default=0))
     left = np.zeros(len(breakdowns))
     rows = np.arange(len(breakdowns))
@@ -140,7 +149,7 @@ def draw_breakdowns(ax: Axes, breakdowns: dict[str, MemoryBreakdown]) -> Axes:
         left += widths
     for row, (end, breakdown) in enumerate(zip(left, breakdowns.values(), strict=True)):
         ax.annotate(format_bytes(breakdown.total), (end, row), (4, 0), textcoords="offset points", va="center", fontweight="bold")
-    ax.set_yticks(rows, list(breakdowns))
+    ax.set_yticks(rows, [_wrapped(label) for label in breakdowns])
     ax.tick_params(axis="y", length=0)
     ax.set(xlabel=f"allocated at the peak ({name})", xlim=(0, left.max(initial=0) * 1.18 or 1), ylim=(len(breakdowns) - 0.5, -0.5))
     return ax
@@ -178,6 +187,10 @@ def draw_legend(picture: Picture, shown: Iterable[MemoryTrace | MemoryBreakdown]
     handles = [Patch(color=c.color, label=c.label) for c in Category if highest[c] > highest.sum() / 1000]
     where: Any = "lower left" if picture.get_layout_engine() is None else "outside lower left"
     picture.legend(handles=handles, loc=where, ncols=max(1, len(handles)), handlelength=1.2, columnspacing=1.4, frameon=False)
+
+
+def _wrapped(label: str) -> str:
+    return textwrap.fill(label, 40)  # long recipes leave room for the bars
 
 
 def _highest_of_each(totals: np.ndarray) -> np.ndarray:
