@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import vramlab as vl
 from vramlab.techniques import Adafactor, Precision, fp32_precision, step_in_backward
+from vramlab.techniques import precision as precision_module
 from vramlab.training import build_optimizer, train
 
 CPU = torch.device("cpu")
@@ -1073,3 +1074,14 @@ def test_sixteen_bit_parameters_do_not_go_by_the_name_of_fp32(mode: str, dtype: 
     model.requires_grad_(False)
     model[0].float().requires_grad_(True)  # a frozen 16-bit base with trained fp32 parts is fine
     assert Precision(mode).prepare(model) is model
+
+
+def test_bf16_is_refused_on_a_virtual_card_that_only_emulates_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(type="made_up")
+    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "made_up")
+    monkeypatch.setattr(torch, "made_up", SimpleNamespace(get_device_capability=lambda device: (7, 5)), raising=False)
+    with pytest.raises(ValueError, match=r"^bf16 needs a card of compute capability 8\.0 \(Ampere\), and .* has 7\.5\. Use"):
+        precision_module._refuse_emulated_bf16("bf16", card)  # type: ignore[arg-type]
+    precision_module._refuse_emulated_bf16("amp-fp16", card)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch, "made_up", SimpleNamespace())
+    precision_module._refuse_emulated_bf16("bf16", card)  # type: ignore[arg-type]

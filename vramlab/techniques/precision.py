@@ -242,9 +242,11 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _refuse_emulated_bf16(mode: str, device: torch.device) -> None:
-    if device.type != "cuda" or "bf16" not in mode:  # other devices count their capabilities differently, or not at all
+    # Of a virtual card too, whose module answers as torch.cuda does; others count capabilities differently.
+    if "bf16" not in mode or device.type not in ("cuda", torch._C._get_privateuse1_backend_name()):
         return
-    found = torch.cuda.get_device_capability(device)
-    if found < (8, 0):
+    ask = getattr(getattr(torch, device.type, None), "get_device_capability", None)
+    found = ask(device) if ask is not None else None
+    if isinstance(found, tuple) and found < (8, 0):
         has = f"{device} has {found[0]}.{found[1]}"
         raise ValueError(f"bf16 needs a card of compute capability 8.0 (Ampere), and {has}. Use precision 'amp-fp16'.")
