@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
+from collections.abc import Iterator
 
 import pytest
 
@@ -29,6 +31,15 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True)
 def _one_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def cheap_collections() -> Iterator[None]:
+    """Failed and compared runs collect garbage; what was there before the module need not be searched each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -216,6 +216,13 @@ def test_peaks_are_of_the_block_only(allocator: Allocator) -> None:
     assert peaks.result == DeviceCounters(60, 120, 1000)
 
 
+def test_the_driver_is_not_asked_in_a_loop_that_does_not_need_it(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "memory_in_use", lambda device: pytest.fail("asked"))
+    with PeakCounters(CUDA, ask_driver=False) as peaks:
+        allocator.touch(50)
+    assert peaks.result == DeviceCounters(50, 100, None)
+
+
 @pytest.mark.parametrize("touched", [(100, 10, 10), (10, 100, 10), (10, 10, 100)], ids=["before", "inside", "after"])
 def test_an_inner_block_does_not_lose_the_outer_ones_peak(allocator: Allocator, touched: tuple[int, int, int]) -> None:
     before, inside, after = touched

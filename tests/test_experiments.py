@@ -10,7 +10,7 @@ import signal
 import statistics
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,13 +29,7 @@ from vramlab.training import StepReport
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _cheap_collections() -> Iterator[None]:
-    """Failed and compared runs collect garbage; what was there before this module need not be searched each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("cheap_collections")
 
 
 TINY = vl.Recipe(micro_batch=4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import signal
 import sys
@@ -23,14 +22,7 @@ from vramlab.notebook import lab as lab_module
 from vramlab.notebook.live import LivePlot
 from vramlab.recipe import choices
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _cheap_collections() -> Iterator[None]:
-    """Failed runs collect garbage; what was there before this module need not be searched each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("cheap_collections")
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,13 +31,7 @@ CPU = torch.device("cpu")
 HOOKS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks, _global_forward_pre_hooks, _global_forward_hooks)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _cheap_collections() -> Iterator[None]:
-    """Failed and compared runs collect garbage; what was there before this module need not be searched each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("cheap_collections")
 
 
 def model() -> nn.Module:

@@ -94,11 +94,16 @@ class PeakCounters:
     """Peaks of CUDA's caching allocator over a block; ``result`` stays None on other devices.
 
     The allocator keeps one peak for all, so a block inside another first saves the outer one's before it resets.
+
+    Args:
+        device: a CUDA device, or any other for no counters.
+        ask_driver: also ask NVML what the card holds, which takes longer than a small step.
     """
 
     _active: ClassVar[list[PeakCounters]] = []
 
-    def __init__(self, device: torch.device | None) -> None:
+    def __init__(self, device: torch.device | None, *, ask_driver: bool = True) -> None:
+        self._ask_driver = ask_driver
         self._device = device if device is not None and device.type == "cuda" else None
         self._allocated = self._reserved = 0
         self.result: DeviceCounters | None = None
@@ -114,7 +119,8 @@ class PeakCounters:
         if self._device is not None:
             self._save_all()
             PeakCounters._active.remove(self)
-            self.result = DeviceCounters(self._allocated, self._reserved, memory_in_use(self._device))
+            held = memory_in_use(self._device) if self._ask_driver else None
+            self.result = DeviceCounters(self._allocated, self._reserved, held)
 
     @staticmethod
     def _save_all() -> None:

@@ -87,10 +87,13 @@ def train(
         for step in itertools.count(1):
             recorded = step <= 2 or step % record_every == 0
             with deferred_interrupt() as interrupted:
-                with PeakCounters(device) as peaks, keep_trace(record(model, optimizer)) if recorded else nullcontext() as trace:
-                    with Stopwatch(device) as watch:
-                        window, stepped = train_window(task, recipe, model, optimizer, precision, device)
-                        loss = window.loss  # reads the value, so it waits for the device
+                with (
+                    PeakCounters(device, ask_driver=False) as peaks,
+                    keep_trace(record(model, optimizer)) if recorded else nullcontext() as trace,
+                    Stopwatch(device) as watch,
+                ):
+                    window, stepped = train_window(task, recipe, model, optimizer, precision, device)
+                    loss = window.loss  # reads the value, so it waits for the device
             speed, counters = (None, None) if recorded else (window.count / watch.seconds, peaks.result)
             yield StepReport(step, loss, watch.seconds, speed, trace, counters, skipped=not stepped, interrupted=bool(interrupted))
             if interrupted:

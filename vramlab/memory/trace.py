@@ -116,7 +116,8 @@ class DeviceCounters:
     """What CUDA's own counters said over a recording: the peaks, in bytes, of one device.
 
     ``allocated`` and ``reserved`` are the caching allocator's; ``device`` is all memory in use on the card at the end
-    of the recording as NVML reports it (reserved, context, other processes), None where NVML does not answer.
+    of the recording as NVML reports it (reserved, context, other processes), None where NVML does not answer
+    or was not asked.
     """
 
     allocated: int

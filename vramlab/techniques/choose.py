@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -44,29 +43,19 @@ def build_optimizer(model: nn.Module, recipe: Recipe, learning_rate: float) -> t
     return step_in_backward(model, placed) if recipe.optimizer_in_backward else placed(parameters)
 
 
-@contextmanager
-def changed_model(model: nn.Module, recipe: Recipe) -> Iterator[None]:
+def changed_model(model: nn.Module, recipe: Recipe) -> AbstractContextManager[Any]:
     """While training goes on: the recipe's checkpoints are in the model."""
     policies = {"blocks": "all", "selective": "selective"}
-    with ExitStack() as stack:
-        if recipe.checkpointing != "none":
-            stack.enter_context(checkpoint_blocks(model, recipe.checkpoint_every, policies[recipe.checkpointing]))
-        yield
+    if recipe.checkpointing == "none":
+        return nullcontext()
+    return checkpoint_blocks(model, recipe.checkpoint_every, policies[recipe.checkpointing])
 
 
-@contextmanager
-def around_window(recipe: Recipe) -> Iterator[None]:
+def around_window(recipe: Recipe) -> AbstractContextManager[Any]:
     """Around one optimizer step: which attention kernels may run, in forward and where it is computed again."""
-    with ExitStack() as stack:
-        if recipe.attention == "math":
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        yield
+    return sdpa_kernel(SDPBackend.MATH) if recipe.attention == "math" else nullcontext()
 
 
-@contextmanager
-def around_forward(model: nn.Module, recipe: Recipe) -> Iterator[None]:
+def around_forward(model: nn.Module, recipe: Recipe) -> AbstractContextManager[Any]:
     """Around forward and loss: where autograd keeps what it saves."""
-    with ExitStack() as stack:
-        if recipe.offload == "activations":
-            stack.enter_context(offload_activations(model))
-        yield
+    return offload_activations(model) if recipe.offload == "activations" else nullcontext()
