@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 ORDER = [
     "vramlab.units",
+    "vramlab.gpus",
     "vramlab.recipe",
     "vramlab.memory.trace",
     "vramlab.memory.allocator",
@@ -23,6 +24,14 @@ ORDER = [
     "vramlab.memory.ledger",
     "vramlab.memory.recorder",
     "vramlab.memory",
+    "vramlab.virtual.values",
+    "vramlab.virtual.backend",
+    "vramlab.virtual.autocast",
+    "vramlab.virtual.kernels",
+    "vramlab.virtual.patches",
+    "vramlab.virtual.device",
+    "vramlab.virtual.planner",
+    "vramlab.virtual",
     "vramlab.techniques.precision",
     "vramlab.techniques.accumulation",
     "vramlab.techniques.checkpointing",
@@ -37,6 +46,7 @@ ORDER = [
     "vramlab.tasks.text",
     "vramlab.tasks",
     "vramlab.training",
+    "vramlab.planning",
     "vramlab.experiments",
     "vramlab.notebook.style",
     "vramlab.notebook.plots",
@@ -49,7 +59,7 @@ ORDER = [
 ]
 """A package stands for its ``__init__.py``, so below its modules."""
 
-TORCH_FREE = ["vramlab.units", "vramlab.recipe", "vramlab.memory.trace"]
+TORCH_FREE = ["vramlab.units", "vramlab.gpus", "vramlab.recipe", "vramlab.memory.trace"]
 FRONT_END = {"matplotlib", "ipywidgets", "IPython", "PIL"}
 HEAVY = ["torch", "pandas", *sorted(FRONT_END)]
 

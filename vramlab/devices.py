@@ -6,7 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
@@ -37,6 +37,8 @@ def choose_device(device: torch.device | str = "auto") -> torch.device:
         chosen = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"A device is 'auto', 'cpu', 'cuda' or 'cuda:1', got {name!r}.") from error
+    if _is_virtual(chosen):
+        return chosen
     if chosen.type not in ("cpu", "cuda"):
         raise ValueError(f"vramlab measures on 'cpu' and 'cuda', got {name!r}; on a Mac use 'cpu', where the same tensors are made.")
     if chosen.type == "cuda" and not torch.cuda.is_available():
@@ -44,6 +46,16 @@ def choose_device(device: torch.device | str = "auto") -> torch.device:
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"Device {name!r} does not exist: there are {torch.cuda.device_count()} CUDA devices, numbered from 0.")
     return chosen
+
+
+def _is_virtual(device: torch.device) -> bool:
+    """Whether this is a virtual GPU, which only `vramlab.virtual` makes: its module can build models."""
+    return device.type not in ("cpu", "cuda") and hasattr(getattr(torch, device.type, None), "building")
+
+
+def building(device: torch.device) -> AbstractContextManager[None]:
+    """Around the making of a model that goes to this device: for a virtual GPU it costs no memory, for others nothing changes."""
+    return getattr(torch, device.type).building() if _is_virtual(device) else nullcontext()
 
 
 def cuda_advice() -> str:
@@ -91,7 +103,7 @@ class Stopwatch:
 
 
 class PeakCounters:
-    """Peaks of CUDA's caching allocator over a block; ``result`` stays None on other devices.
+    """Peaks of CUDA's caching allocator over a block, a virtual card's too; ``result`` stays None on other devices.
 
     The allocator keeps one peak for all, so a block inside another first saves the outer one's before it resets.
 
@@ -104,14 +116,14 @@ class PeakCounters:
 
     def __init__(self, device: torch.device | None, *, ask_driver: bool = True) -> None:
         self._ask_driver = ask_driver
-        self._device = device if device is not None and device.type == "cuda" else None
+        self._device = device if device is not None and (device.type == "cuda" or _is_virtual(device)) else None
         self._allocated = self._reserved = 0
         self.result: DeviceCounters | None = None
 
     def __enter__(self) -> PeakCounters:
         if self._device is not None:
             self._save_all()
-            torch.cuda.reset_peak_memory_stats(self._device)
+            torch.get_device_module(self._device).reset_peak_memory_stats(self._device)
             PeakCounters._active.append(self)
         return self
 
@@ -125,12 +137,15 @@ class PeakCounters:
     @staticmethod
     def _save_all() -> None:
         for counters in PeakCounters._active:
-            counters._allocated = max(counters._allocated, torch.cuda.max_memory_allocated(counters._device))
-            counters._reserved = max(counters._reserved, torch.cuda.max_memory_reserved(counters._device))
+            card = torch.get_device_module(counters._device)
+            counters._allocated = max(counters._allocated, card.max_memory_allocated(counters._device))
+            counters._reserved = max(counters._reserved, card.max_memory_reserved(counters._device))
 
 
 def memory_in_use(device: torch.device) -> int | None:
-    """Bytes in use on a CUDA device by everything: contexts, other processes, the desktop. None where NVML has no answer."""
+    """Bytes in use on a card by everything: contexts, other processes, the desktop. None where NVML has no answer."""
+    if _is_virtual(device):
+        return int(torch.get_device_module(device).device_memory_used(device))
     # By UUID: CUDA_VISIBLE_DEVICES renumbers devices for torch and not for NVML.
     uuid = torch.cuda.get_device_properties(device).uuid
     return _ask_nvml(lambda: int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")).used), None)

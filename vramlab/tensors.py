@@ -49,6 +49,11 @@ def consists_of_tensors(kind: type[torch.Tensor]) -> bool:
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)
 
 
+def is_virtual(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on a virtual GPU or offloaded from one: it has bytes, and no data."""
+    return isinstance(tensor, FakeTensor) and getattr(tensor.fake_mode, "has_memory", False)
+
+
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """The memory behind any tensor: wrappers and sparse tensors consist of plain ones, meta and fake tensors have none."""
     if type(tensor) in _PLAIN and tensor.layout is torch.strided:  # nearly all of them, so it is asked first
@@ -57,7 +62,7 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]] if is_traceable_wrapper_subclass(tensor) else []
     elif tensor.layout is torch.strided:
         storage = tensor.untyped_storage()
-        return [] if storage.device.type == "meta" else [storage]
+        return [storage] if storage.device.type != "meta" or is_virtual(tensor) else []
     else:
         with torch._C._DisableTorchDispatch():  # looking is no operator of the code that is looked at
             parts = [getattr(tensor.detach(), name)() for name in _SPARSE_PARTS.get(tensor.layout, ())]

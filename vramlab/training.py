@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramlab.devices import PeakCounters, Stopwatch, choose_device
+from vramlab.devices import PeakCounters, Stopwatch, building, choose_device
 from vramlab.memory.recorder import record
 from vramlab.memory.trace import DeviceCounters, MemoryTrace
 from vramlab.recipe import Recipe
@@ -78,7 +78,9 @@ def train(
     check_arguments(task, recipe, record_every)
     device = choose_device(device)
     precision = Precision(recipe.precision, loss_scale=recipe.loss_scale)
-    model = precision.prepare(checked_model(task.model())).to(device)
+    with building(device):
+        model = precision.prepare(checked_model(task.model()))
+    model = model.to(device)
     if not model.training:  # else norms that are frozen in eval mode stay so
         model.train()
     optimizer = build_optimizer(model, recipe, learning_rate)

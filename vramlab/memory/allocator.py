@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Iterable
 
 from vramlab.units import MiB, format_bytes, round_up
 
@@ -107,6 +107,39 @@ class CachingAllocator:
         if block is not None:
             self.allocated -= block.size
             self._give_back(block)
+
+    def move(self, old: Hashable, new: Hashable) -> None:
+        """What belonged to one handle belongs to another."""
+        if old in self._live:
+            self._live[new] = self._live.pop(old)
+
+    def replay(self, events: Iterable[tuple[Hashable, int]], moves: Collection[int] = ()) -> None:
+        """Hand out and take back the memory of a trace.
+
+        Args:
+            events: a handle and its bytes, negative where they are released; a handle with bytes that gets more is resized.
+            moves: the numbers of the events whose handle takes over the block that the event before it has released.
+
+        Raises:
+            OutOfMemoryError: no room.
+        """
+        held: dict[Hashable, int] = {}
+        waiting: Hashable = None
+        for i, (handle, nbytes) in enumerate(events):
+            before = held.pop(handle, 0)
+            if i in moves:
+                self.move(waiting, handle)
+            elif i + 1 in moves:
+                waiting = handle
+                continue
+            else:
+                self.free(handle)
+                self.malloc(handle, before + nbytes)
+            held[handle] = before + nbytes
+
+    def reset_peaks(self) -> None:
+        """The peaks start again from what is allocated and reserved now."""
+        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def release_cached(self) -> None:
         """Give back to the driver what is wholly free: segments, or pages of expandable ones (``empty_cache``)."""

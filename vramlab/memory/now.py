@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from bisect import bisect_right
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
 from vramlab.memory.trace import Phase
+
+
+def users_line() -> str:
+    """``file:line`` of the innermost code that runs and is neither torch's nor this package's machinery; empty if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        machinery = _machinery.get(code)
+        if machinery is None:
+            machinery = _machinery[code] = code.co_filename.startswith(_MACHINERY)
+        if not machinery:
+            return f"{code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+_PACKAGE = Path(__file__).parents[1]
+_MACHINERY = (str(Path(torch.__file__).parent), "<frozen", *(str(_PACKAGE / part) for part in ("memory", "virtual", "training.py")))
+_machinery: dict[CodeType, bool] = {}
 
 
 class Now:
@@ -26,6 +48,8 @@ class Now:
         self.module = 0
         self.operator = 0
         self.modules, self.operators = {"": 0}, {"(before)": 0}
+        self.line = 0
+        self.lines = {"": 0}
         self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._stack: list[tuple[int, int]] = []  # id and number of the modules that run
         self._recomputing = False
@@ -37,6 +61,8 @@ class Now:
         # Nodes of the graph are numbered as they are made: from each number on, the module that made them.
         self._sequence: list[int] = []
         self._made_by: list[int] = []
+        self._lines_from: list[int] = []  # and the line
+        self._made_at: list[int] = []
 
     @property
     def outside_modules(self) -> bool:
@@ -116,6 +142,19 @@ class Now:
         if backward != -1:
             self._see_node()
         return False
+
+    def see_line(self) -> None:
+        """Note the user's line that runs; in backward that which made the node of the graph."""
+        if not self.in_backward():
+            self.line = self.lines.setdefault(users_line(), len(self.lines))
+            number = torch.autograd._get_sequence_nr()
+            if not self._lines_from or self._lines_from[-1] != number or self._made_at[-1] != self.line:
+                self._lines_from.append(number)
+                self._made_at.append(self.line)
+        elif (node := torch._C._current_autograd_node()) is not None:
+            i = bisect_right(self._lines_from, node._sequence_nr()) - 1
+            if 0 <= i < len(self._lines_from) - 1:
+                self.line = self._made_at[i]
 
     def _see_node(self) -> None:
         node = torch._C._current_autograd_node()

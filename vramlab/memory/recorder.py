@@ -72,6 +72,10 @@ def record(
 class Recorder(TorchDispatchMode):
     """What `record` returns. It sees each operator below autograd; weak references on storages see the releases."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # no compiled code calls this, and the wrapper that keeps it out takes time with each operator
+
     supports_higher_order_operators = True  # without it torch.cond and flex_attention refuse to run under a mode
 
     def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, device: torch.device | str | None) -> None:
@@ -82,13 +86,16 @@ class Recorder(TorchDispatchMode):
         # A tensor says which device "cuda" is: the current one.
         self._device = torch.empty(0, device=device).device if device is not None else _home(model, optimizer)
         self._now = Now(Phase.BUILD if model is None and optimizer is None else Phase.FORWARD)
-        self._ledger = Ledger(self._now)
+        self._ledger = self._new_ledger()
         self._parameters = WeakTensorKeyDictionary()  # to the number of the module that owns them
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self._outside: list[Storage] = []  # made since the model was last called, and not by it
         self._undo: ExitStack | None = None
         self.trace = MemoryTrace(lambda: self._ledger.events(self._device), str(self._device or "cpu"))
+
+    def _new_ledger(self) -> Ledger:
+        return Ledger(self._now)
 
     def __enter__(self) -> MemoryTrace:
         if self._undo is not None:
@@ -109,11 +116,14 @@ class Recorder(TorchDispatchMode):
                 self._leave_stack()
                 self._mark_all()
         finally:
-            device = self._device or self._ledger.main_device()
-            self.trace.finish(self._ledger.close(device), str(device), self._counters.result)
+            self._finish()
             # Nothing of the recorded code may live longer because it was recorded.
             self._outside.clear()
             self._model = self._optimizer = None
+
+    def _finish(self) -> None:
+        device = self._device or self._ledger.main_device()
+        self.trace.finish(self._ledger.close(device), str(device), self._counters.result)
 
     def _leave_stack(self) -> None:
         """Stop seeing operators, also where another mode was entered later and is still there (in a generator, say)."""
@@ -199,20 +209,20 @@ class Recorder(TorchDispatchMode):
             self._parameters[tensor] = module
             if tensor.requires_grad and tensor.is_leaf and self._undo is not None:
                 self._undo.callback(tensor.register_post_accumulate_grad_hook(self._gradient_arrives).remove)
-        for storage in storages_of(tensor):
-            self._ledger.found(storage, Category.PARAMETERS, module)
+        for storage in self._storages(tensor):
+            self._ledger.found(storage, Category.PARAMETERS, module, tensor.device)
 
     def _mark_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.is_leaf and parameter.grad is not None:
-            for storage in storages_of(parameter.grad):
-                self._ledger.found(storage, Category.GRADIENTS, self._parameters.get(parameter, 0))
+            for storage in self._storages(parameter.grad):
+                self._ledger.found(storage, Category.GRADIENTS, self._parameters.get(parameter, 0), parameter.grad.device)
 
     def _mark_state(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter, state in optimizer.state.items():
             module = self._parameters.get(parameter, 0) if isinstance(parameter, torch.Tensor) else 0
             for tensor in tensors_in(state):
-                for storage in storages_of(tensor):
-                    self._ledger.found(storage, Category.OPTIMIZER_STATE, module)
+                for storage in self._storages(tensor):
+                    self._ledger.found(storage, Category.OPTIMIZER_STATE, module, tensor.device)
 
     def _mark_all(self) -> None:
         """Find parameters (some may have got new storages or be new themselves), gradients and optimizer state as they are."""
@@ -236,28 +246,37 @@ class Recorder(TorchDispatchMode):
         if self._now.operator_runs(func, tensors):
             self._forward_begins()
         arguments = self._see_arguments(func, tensors)
-        out = func(*args, **kwargs)
+        out = self._run(func, types, args, kwargs, tensors)
         for entry, storage in arguments:
             if entry.nbytes != storage.nbytes():
                 self._ledger.resized(storage)
         del tensors, arguments
         for tensor in tensors_in(out):
-            for storage in storages_of(tensor):
+            for storage in self._storages(tensor):
                 if self._ledger.entry(storage) is None:
-                    made = self._ledger.made(storage)
-                    if func is _CAST and self._is_weight_copy(args[0], tensor):
-                        made.category = Category.WEIGHT_COPIES
-                    elif func in _IN_PLACE and self._now.in_backward():
-                        self._computed_in_place(func, made, args)
-                    else:
-                        self._made(made)
+                    self._see_result(func, tensor, storage, args)
         return out
+
+    def _run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        return func(*args, **kwargs)
+
+    def _storages(self, tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+        """The memory behind a tensor that this recorder follows."""
+        return storages_of(tensor)
+
+    def _see_result(self, func: Any, tensor: torch.Tensor, storage: torch.UntypedStorage, args: tuple[Any, ...]) -> None:
+        in_place = func in _IN_PLACE and self._now.in_backward()
+        made = self._ledger.made(storage, tensor.device, self._in_place_of(func, storage, args) if in_place else None)
+        if func is _CAST and self._is_weight_copy(args[0], tensor):
+            made.category = Category.WEIGHT_COPIES
+        elif not in_place and self._now.between:
+            self._outside.append(made)
 
     def _see_arguments(self, func: Any, tensors: list[torch.Tensor]) -> list[tuple[Storage, torch.UntypedStorage]]:
         """Notice what no operator has made or shown before; returns what is known of each argument's storage."""
         known = []
         for tensor in tensors:
-            for storage in storages_of(tensor):
+            for storage in self._storages(tensor):
                 entry = self._ledger.entry(storage)
                 if entry is None or entry.category is None:
                     entry = self._see_argument(func, tensor, storage, entry)
@@ -267,18 +286,15 @@ class Recorder(TorchDispatchMode):
     def _see_argument(self, func: Any, tensor: torch.Tensor, storage: torch.UntypedStorage, entry: Storage | None) -> Storage:
         if isinstance(tensor, nn.Parameter):
             self._see_parameter(tensor, self._now.module)
-            return self._ledger.found(storage, Category.PARAMETERS, self._now.module)
+            return self._ledger.found(storage, Category.PARAMETERS, self._now.module, tensor.device)
         if entry is not None:
             return entry
         if func is _LIFT:  # torch.tensor and from_numpy: the memory is new, made below the dispatcher
-            made = self._ledger.made(storage)
-            self._made(made)
+            made = self._ledger.made(storage, tensor.device)
+            if self._now.between:
+                self._outside.append(made)
             return made
-        return self._ledger.found(storage, Category.INPUTS, self._now.module)
-
-    def _made(self, storage: Storage) -> None:
-        if self._now.between:
-            self._outside.append(storage)
+        return self._ledger.found(storage, Category.INPUTS, self._now.module, tensor.device)
 
     def _forward_begins(self) -> None:
         """What was made for the model outside and is still there is its input."""
@@ -287,24 +303,22 @@ class Recorder(TorchDispatchMode):
                 storage.category = Category.INPUTS
         self._outside.clear()
 
-    def _computed_in_place(self, func: Any, made: Storage, args: tuple[Any, ...]) -> None:
+    def _in_place_of(self, func: Any, storage: torch.UntypedStorage, args: tuple[Any, ...]) -> Storage | None:
         """Undo what looking on changes: autograd works in place, but copies while a mode is there (isTensorSubclassLike).
 
         Without a recorder, a sum of two gradients takes the place of the one that waited (torch/csrc/autograd/input_buffer.cpp),
         and a formula scatters into zeros that it has just made (FunctionsManual.cpp).
         """
         old = self._entry(args[0])
-        if old is None or old.nbytes != made.nbytes or not _called_by_autograd():
-            return
+        if old is None or old.nbytes != storage.nbytes() or not _called_by_autograd():
+            return None
         waited = old.node != self._now.node
-        if func is _SUM:
-            if not waited and not _has_double_edge():
-                return  # a formula's own sum
-            if torch.is_grad_enabled() or args[0]._is_view() or self._entry(args[1]) is old:
-                return  # something else holds it: it stays as it is
-        elif waited:
-            return
-        self._ledger.takes_place_of(old)
+        if func is not _SUM:
+            return None if waited else old
+        if not waited and not _has_double_edge():
+            return None  # a formula's own sum
+        held = torch.is_grad_enabled() or args[0]._is_view() or self._entry(args[1]) is old  # by something else: it stays as it is
+        return None if held else old
 
     def _entry(self, tensor: torch.Tensor) -> Storage | None:
         return self._ledger.entry(tensor.untyped_storage()) if tensor.layout is torch.strided else None

@@ -109,6 +109,11 @@ class Events:
     seeds: int = 0
     steps: tuple[tuple[int, int], ...] = ()
     """For each optimizer step how many events had happened at its end, and a number for the optimizer that stepped."""
+    moves: frozenset[int] = frozenset()
+    """Allocations that take over the very memory which the event before has released."""
+    line: np.ndarray | None = None  # int32: index into lines, the user's line that runs, in backward that which made the node
+    lines: tuple[str, ...] = ()
+    """``file:line``; empty where lines were not followed."""
 
 
 @dataclass(frozen=True)

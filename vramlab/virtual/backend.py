@@ -1,0 +1,240 @@
+"""The device type of virtual GPUs: what PyTorch asks of a device, registered once in a process and for good."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+if TYPE_CHECKING:
+    from vramlab.virtual.device import VirtualGPU
+
+NAME = "vgpu"
+contexts: list[VirtualGPU] = []
+"""The contexts that are open, the innermost last: it answers."""
+lost: list[BaseException] = []
+"""Exceptions that were on their way through autograd's engine, see `_Guard`."""
+
+
+def register() -> None:
+    """Make ``vgpu`` a device type of this process, which nothing undoes.
+
+    Raises:
+        RuntimeError: torch can use CUDA here, or another backend has the one place that torch has for such a device.
+    """
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken == NAME:
+        return
+    if taken != "privateuseone":
+        raise RuntimeError(
+            f"torch has room for one additional device type in a process, and {taken!r} is registered here already. "
+            "Use vramlab.plan(), which works in a process of its own, or start a new one."
+        )
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            "A virtual GPU changes this process for good: backward on a real CUDA card would fail in it afterwards (pytorch issue "
+            "161129). Use vramlab.plan(), which works in a process of its own, or start Python with CUDA_VISIBLE_DEVICES=''."
+        )
+    _setup_privateuseone_for_python_backend(NAME, backend_module=Module(), device_guard=_Guard())
+
+
+def innermost() -> VirtualGPU:
+    """The context that virtual devices belong to now.
+
+    Raises:
+        RuntimeError: none is open.
+    """
+    if not contexts:
+        raise RuntimeError("No virtual GPU is open here: write `with vramlab.virtual_gpu('RTX 4090') as gpu: ...`.")
+    return contexts[-1]
+
+
+class _Guard(torch._C._acc.DeviceGuard):
+    """Tells C++ which device type this is, and keeps an exception from ending the process.
+
+    When a hook or an operator raises in backward, the C++ stack is unwound with Python's exception still pending; then
+    ``exchangeStream`` asks the guard for its type from a destructor, where a second error means ``std::terminate``. So the
+    pending exception is taken away here, first of all, and `caught` gives it back to who called backward.
+    """
+
+    def type_(self) -> Any:
+        # Before this call nothing may be looked up on a type: CPython's _PyType_Lookup clears a pending exception.
+        try:
+            _any_call()
+        except BaseException as error:
+            lost.append(error)
+        return _PRIVATE_USE
+
+
+_any_call = ctypes.pythonapi.PyErr_Occurred  # as any function of ctypes.pythonapi it raises what is pending
+_PRIVATE_USE = torch._C._autograd.DeviceType.PrivateUse1
+
+
+@contextlib.contextmanager
+def caught() -> Iterator[None]:
+    """Around a call of autograd's engine: raise what was raised inside, in place of the SystemError about it."""
+    before = len(lost)
+    try:
+        yield
+    except SystemError as error:
+        if len(lost) == before:
+            raise
+        original = lost[before]
+        trace = original.__traceback__
+        while trace is not None and trace.tb_frame.f_code is _Guard.type_.__code__:
+            trace = trace.tb_next
+        del lost[before:], error
+        raise original.with_traceback(trace) from original.__cause__
+    finally:
+        del lost[before:]
+
+
+class Module:
+    """``torch.vgpu``: answers as ``torch.cuda`` does, for the innermost context."""
+
+    class Event:
+        """Nothing runs, so everything has happened."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+        def record(self, stream: Any = None) -> None: ...
+        def wait(self, stream: Any = None) -> None: ...
+        def synchronize(self) -> None: ...
+        def query(self) -> bool:
+            return True
+
+        def elapsed_time(self, end: Any) -> float:
+            return 0.0
+
+    class Stream:
+        """There is one stream: memory is given back in the order of the program."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+        def wait_stream(self, stream: Any) -> None: ...
+        def wait_event(self, event: Any) -> None: ...
+        def record_event(self, event: Any = None) -> Any:
+            return event or Module.Event()
+
+        def synchronize(self) -> None: ...
+        def query(self) -> bool:
+            return True
+
+    def __init__(self) -> None:
+        self._current = 0
+
+    # The device
+
+    def is_available(self) -> bool:
+        return bool(contexts)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def init(self) -> None: ...
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return len(innermost().devices) if contexts else 1
+
+    def current_device(self) -> int:
+        return self._current
+
+    def set_device(self, device: Any) -> None:
+        self._current = self._index(device)
+
+    @contextlib.contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        before, self._current = self._current, self._index(device)
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def synchronize(self, device: Any = None) -> None: ...
+
+    def get_device_name(self, device: Any = None) -> str:
+        return innermost().card.name
+
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        return innermost().card.capability
+
+    def can_device_access_peer(self, device: Any, peer: Any) -> bool:
+        return bool(innermost().card.p2p)
+
+    def is_bf16_supported(self, including_emulation: bool = True) -> bool:
+        return including_emulation or innermost().card.supports_bf16
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16, torch.float32]
+
+    def building(self) -> contextlib.AbstractContextManager[None]:
+        """Build in virtual host memory, from where a model moves to the card as it does in a real run."""
+        return innermost().building("cpu")
+
+    # Streams
+
+    def current_stream(self, device: Any = None) -> Any:
+        return Module.Stream()
+
+    default_stream = current_stream
+
+    def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def is_current_stream_capturing(self) -> bool:
+        return False
+
+    # Random numbers: there are none, but checkpointing keeps the state of the device's generator
+
+    def manual_seed(self, seed: int) -> None: ...
+    def manual_seed_all(self, seed: int) -> None: ...
+    def initial_seed(self) -> int:
+        return 0
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)  # as large as CUDA's, which is in host memory too
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None: ...
+
+    # Memory
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return self._allocator(device).allocated
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return self._allocator(device).peak_allocated
+
+    def memory_reserved(self, device: Any = None) -> int:
+        return self._allocator(device).reserved
+
+    def max_memory_reserved(self, device: Any = None) -> int:
+        return self._allocator(device).peak_reserved
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        innermost().reset_peaks(self._index(device))
+
+    def empty_cache(self) -> None:
+        for allocator in innermost().allocators:
+            allocator.release_cached()
+
+    def device_memory_used(self, device: Any = None) -> int:
+        gpu = innermost()
+        return self._allocator(device).reserved + gpu.card.context + gpu.in_use
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        total = innermost().card.memory
+        return max(0, total - self.device_memory_used(device)), total
+
+    def _allocator(self, device: Any) -> Any:
+        return innermost().allocators[self._index(device)]
+
+    def _index(self, device: Any) -> int:
+        if isinstance(device, int):
+            return device
+        index = None if device is None else torch.device(device).index
+        return self._current if index is None else index

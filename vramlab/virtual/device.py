@@ -1,0 +1,428 @@
+"""virtual_gpu(): a card on which tensors have shape, type and lifetime, and no data. Ordinary PyTorch code runs on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vramlab import gpus
+from vramlab.gpus import GPU
+from vramlab.memory import allocator as rules
+from vramlab.memory.allocator import CachingAllocator
+from vramlab.memory.ledger import Ledger, Storage, Workspace
+from vramlab.memory.recorder import Recorder
+from vramlab.memory.trace import Category, DeviceCounters, MemoryTrace
+from vramlab.tensors import is_virtual, map_tensors, storages_of, tensors_in
+from vramlab.units import format_bytes, parse_bytes
+from vramlab.virtual import autocast, backend, kernels, patches
+from vramlab.virtual.values import Values
+
+_aten = torch.ops.aten
+_HOST = torch.device("cpu")
+
+
+def virtual_gpu(
+    card: GPU | str = "RTX 4090",
+    *,
+    count: int = 1,
+    in_use: int | str = 0,
+    expandable_segments: bool = False,
+    limited: bool = True,
+) -> VirtualGPU:
+    """A virtual card: ``with virtual_gpu("RTX 4090") as gpu: ...`` runs PyTorch code on ``gpu.device`` without data.
+
+        with virtual_gpu("RTX 4090") as gpu:
+            with gpu.building():
+                model = MyModel().to(gpu.device)
+            model(torch.zeros(8, 1024, device=gpu.device)).sum().backward()
+        print(gpu.peak_allocated, gpu.peak_reserved)
+
+    Args:
+        card: its name, or a `GPU`.
+        count: how many of them: ``gpu.devices``.
+        in_use: bytes of each that others hold, the desktop say; ``"0.8 GiB"``.
+        expandable_segments: as ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
+        limited: False: the card is as large as need be, to see the peak of what does not fit.
+
+    Raises:
+        RuntimeError: torch can use CUDA in this process, or another additional device type is registered in it.
+        ValueError: no such card, no card left, or ``count`` below 1.
+
+    What such a process has afterwards is a device type more, for good; use `vramlab.plan` to keep a process as it is.
+    """
+    return VirtualGPU(gpus.gpu(card), count, parse_bytes(in_use), expandable_segments, limited)
+
+
+class VirtualGPU:
+    """What `virtual_gpu` returns. It can be entered once; what it counted can be read afterwards."""
+
+    def __init__(self, card: GPU, count: int, in_use: int, expandable_segments: bool, limited: bool) -> None:
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"There is at least 1 virtual card, got count={count!r}.")
+        capacity = card.memory - card.context - in_use
+        if capacity <= 0:
+            raise ValueError(
+                f"Nothing of {card} is left: its context takes {format_bytes(card.context)} and others {format_bytes(in_use)}; lower in_use."
+            )
+        self.card, self.in_use, self.capacity = card, in_use, capacity
+        self._values = Values()
+        self._memory = _Memory(card, [CachingAllocator(capacity if limited else None, expandable_segments) for _ in range(count)])
+        self._mode = _Mode(card, self._values, self._memory)
+        self._before_reset = [(0, 0)] * count  # the peaks that torch.vgpu.reset_peak_memory_stats() has reset
+        self._undo: ExitStack | None = None
+        backend.register()
+        autocast.install(backend.NAME)
+        kernels.install(backend.NAME, lambda device: backend.innermost().card.capability)
+        self.devices = [torch.device(backend.NAME, i) for i in range(count)]
+        self.trace, *others = (MemoryTrace(_events(self._mode, d), str(d)) for d in self.devices)
+        self.traces: list[MemoryTrace] = [self.trace, *others]
+        """One a card; ``trace`` is the first."""
+        self.host_trace = MemoryTrace(_events(self._mode, _HOST), "host")
+        """Of what was offloaded to host memory."""
+
+    def __enter__(self) -> VirtualGPU:
+        if self._undo is not None:
+            raise RuntimeError("A virtual GPU is opened once, and this one was before; call virtual_gpu(...) again.")
+        with ExitStack() as undo:
+            undo.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
+            torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) makes a CPU tensor and moves it
+            # One thread: autograd keeps a queue for each device, and the guard in C++ says that there is one device.
+            undo.enter_context(torch.autograd.set_multithreading_enabled(False))
+            undo.enter_context(patches.patched(self._values))
+            undo.enter_context(autocast.hooked())
+            backend.contexts.append(self)
+            undo.callback(backend.contexts.remove, self)
+            undo.push(self._leave)
+            self._mode.__enter__()
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        assert self._undo is not None
+        self._undo.__exit__(*error)
+
+    def _leave(self, *error: Any) -> None:
+        try:
+            self._mode.__exit__(*error)
+        finally:
+            counters = [DeviceCounters(*self.peaks(i), self.device_peak(i)) for i in range(len(self.devices))]
+            for trace, device, counted in zip(self.traces, self.devices, counters, strict=True):
+                trace.finish(self._mode.events[device], str(device), counted)
+            self.host_trace.finish(self._mode.events[_HOST], "host", None)
+
+    @property
+    def device(self) -> torch.device:
+        """The first card, ``vgpu:0``."""
+        return self.devices[0]
+
+    def building(self, device: torch.device | str | None = None) -> AbstractContextManager[None]:
+        """Within, a model of any size is built without host memory and without initialisation.
+
+        Parameters and buffers are made on the card as they are registered. Everything else stays real on the CPU, so a
+        model may compute its own widths; reading a number of one of its parameters raises `UnknownValueError`.
+
+        Args:
+            device: where instead; ``"cpu"``: virtual host memory, from where ``.to(gpu.device)`` moves them as in a real run.
+        """
+        return patches.building(torch.device(device) if device is not None else self.device, self._values, self.parameter_moved)
+
+    def parameter_moved(self, parameter: torch.Tensor) -> None:
+        """A parameter has got memory, on a card or on the host: so it is counted as one before its model is called."""
+        if isinstance(parameter, torch.nn.Parameter):
+            self._mode._see_parameter(parameter, 0)
+
+    @property
+    def allocators(self) -> list[CachingAllocator]:
+        """CUDA's caching allocator of each card."""
+        return self._memory.cards
+
+    @property
+    def allocated(self) -> int:
+        """Bytes in blocks that the first card's allocator has handed out now; ``gpu.allocators`` has those of all."""
+        return self.allocators[0].allocated
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the first card's allocator has taken from the driver now."""
+        return self.allocators[0].reserved
+
+    @property
+    def peak_allocated(self) -> int:
+        """The most bytes allocated on the first card at any time, as ``torch.cuda.max_memory_allocated()``."""
+        return self.peaks()[0]
+
+    @property
+    def peak_reserved(self) -> int:
+        """The most bytes reserved on the first card at any time, as ``torch.cuda.max_memory_reserved()``."""
+        return self.peaks()[1]
+
+    def peaks(self, index: int = 0) -> tuple[int, int]:
+        """The most bytes allocated and reserved on a card at any time, also before ``torch.vgpu.reset_peak_memory_stats()``."""
+        allocator, before = self.allocators[index], self._before_reset[index]
+        return max(before[0], allocator.peak_allocated), max(before[1], allocator.peak_reserved)
+
+    def reset_peaks(self, index: int) -> None:
+        """What ``torch.vgpu.max_memory_allocated()`` counts starts again; ``peak_allocated`` does not."""
+        self._before_reset[index] = self.peaks(index)
+        self.allocators[index].reset_peaks()
+
+    @property
+    def peak_host(self) -> int:
+        """The most bytes offloaded to host memory at any time."""
+        return self._memory.peak_host
+
+    def device_peak(self, index: int = 0) -> int:
+        """The most bytes in use on a card at any time: reserved, the CUDA context, and what others hold."""
+        return self.peaks(index)[1] + self.card.context + self.in_use
+
+    @property
+    def reads(self) -> dict[str, int]:
+        """Where Python read floating-point numbers that no one computed, by ``file:line``: each read gave 0.0."""
+        return dict(self._values.reads)
+
+
+def _events(mode: _Mode, device: torch.device) -> Any:
+    return lambda: mode.events_of(device)
+
+
+class _Memory:
+    """Hands the storages of each card to its allocator, and counts those in host memory."""
+
+    def __init__(self, card: GPU, cards: list[CachingAllocator]) -> None:
+        self._card, self.cards = card, cards
+        self.host = self.peak_host = 0
+
+    def malloc(self, entry: Storage) -> None:
+        if entry.device.type == "cpu":
+            self._count(entry.nbytes)
+            return
+        index = entry.device.index or 0
+        try:
+            self.cards[index].malloc(entry.number, entry.nbytes)
+        except rules.OutOfMemoryError as error:
+            raise self._out_of_memory(error, index) from None
+
+    def free(self, entry: Storage) -> None:
+        if entry.device.type == "cpu":
+            self._count(-entry.nbytes)
+        else:
+            self.cards[entry.device.index or 0].free(entry.number)
+
+    def move(self, old: Storage, new: Storage) -> None:
+        if old.device.type != "cpu":
+            self.cards[old.device.index or 0].move(old.number, new.number)
+
+    def resize(self, entry: Storage, before: int) -> None:
+        if entry.device.type == "cpu":
+            self._count(entry.nbytes - before)
+        else:
+            self.cards[entry.device.index or 0].free(entry.number)
+            self.malloc(entry)
+
+    def _count(self, nbytes: int) -> None:
+        self.host += nbytes
+        self.peak_host = max(self.peak_host, self.host)
+
+    def _out_of_memory(self, error: rules.OutOfMemoryError, index: int) -> torch.OutOfMemoryError:
+        allocator = self.cards[index]
+        capacity = allocator.capacity or 0
+        others = self._card.memory - capacity
+        cached = allocator.reserved - allocator.allocated
+        result = torch.OutOfMemoryError(
+            f"{self._card.name} out of memory. Tried to allocate {format_bytes(error.segment)}, for {format_bytes(error.requested)}. "
+            f"Of its {format_bytes(self._card.memory)} the CUDA context and others hold {format_bytes(others)}, "
+            f"{format_bytes(allocator.allocated)} are allocated by PyTorch and {format_bytes(cached)} reserved but unallocated; "
+            f"{format_bytes(max(0, capacity - allocator.reserved))} are free."
+        )
+        result.requested, result.segment = error.requested, error.segment  # type: ignore[attr-defined]
+        return result
+
+
+class _Fake(FakeTensorMode):
+    """Computes shapes, types and strides; its tensors count as having memory."""
+
+    has_memory = True
+    avoid_device_init = True  # type: ignore[assignment]  # else torch.tensor(..., device=...) looks for real kernels
+    open = True
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.open:
+            raise RuntimeError(
+                "This tensor is on a virtual GPU whose `with` block has ended, so nothing would be counted; "
+                "keep what uses it inside the block."
+            )
+        return super().dispatch(func, types, args, kwargs or {})
+
+
+class _Mode(Recorder):
+    """Sees every operator: runs those on virtual tensors without data, leaves all others alone, and records the memory."""
+
+    def __init__(self, card: GPU, values: Values, memory: _Memory) -> None:
+        self._card, self._values, self._memory = card, values, memory
+        self._fake = _Fake(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self._workspaces: dict[tuple[torch.device, bool], Workspace] = {}
+        self.events: dict[torch.device, Any] = {}
+        super().__init__(None, None, None)
+
+    def _new_ledger(self) -> Ledger:
+        return Ledger(self._now, self._memory)
+
+    def events_of(self, device: torch.device) -> Any:
+        return self._ledger.events(device)
+
+    def _finish(self) -> None:
+        self._fake.open = False
+        for device in (*backend.innermost().devices, _HOST):
+            self.events[device] = self._ledger.events(device)
+        self._ledger.close(_HOST)
+        self._workspaces.clear()
+
+    def _storages(self, tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+        return storages_of(tensor) if not type(tensor) is torch.Tensor and self._is_followed(tensor) else []
+
+    def _is_followed(self, tensor: torch.Tensor) -> bool:
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode is self._fake
+        return tensor.device.type == backend.NAME  # a wrapper of virtual tensors
+
+    # Running an operator
+
+    def _run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        if not self._is_virtual(tensors, kwargs):
+            return func(*args, **kwargs)
+        if any(isinstance(t, FakeTensor) and t.fake_mode is not self._fake for t in tensors):
+            raise RuntimeError(
+                f"{func} got a tensor of another virtual GPU or of a FakeTensorMode; tensors stay in the `with` block they were made in."
+            )
+        kwargs = {name: None if name in ("generator", "pin_memory") else value for name, value in kwargs.items()}
+        special = _SPECIAL.get(func)
+        out = special(self, func, args, kwargs) if special is not None else self._compute(func, args, kwargs, tensors)
+        if func not in _READS:
+            self._values.follow(func, args, kwargs, out, tensors)
+        return out
+
+    def _is_virtual(self, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
+        if any(isinstance(t, FakeTensor) for t in tensors):
+            return True
+        device = kwargs.get("device")
+        # Memory is pinned to be exchanged with a card: it is virtual as well.
+        return device is not None and device.type == backend.NAME or bool(kwargs.get("pin_memory"))
+
+    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        try:
+            with self._fake:
+                out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return self._by_value(func, args, kwargs, tensors)
+        except UnsupportedOperatorException as error:
+            raise NotImplementedError(
+                f"{func} has no shape function, so it cannot run on a virtual GPU. Register one with "
+                f"torch.library.register_fake({str(func).removesuffix('.default').replace('.', '::', 1)!r}), or plan a version without it."
+            ) from error
+        return out
+
+    def _by_value(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        """An operator whose result, or the shape of it, depends on values: if they are known, the CPU says."""
+        if not all(map(self._values.known, tensors)):
+            raise self._values.unknown(func) from None
+        real = self._values.on_twins(func, args, kwargs)
+        device = next(t.device for t in tensors if is_virtual(t))
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            with self._fake:
+                virtual = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            self._values.learn(virtual, tensor)
+            return virtual
+
+        return map_tensors(moved, real)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Run operators of our own as those of the code: inside a handler a mode is not active."""
+        TorchDispatchMode.__enter__(self)
+        try:
+            yield
+        finally:
+            TorchDispatchMode.__exit__(self, None, None, None)
+
+    # What a card does besides
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        if backend.contexts and backend.contexts[-1]._mode is not self:
+            return func(*args, **(kwargs or {}))  # an inner context is open: its tensors are its own
+        self._now.see_line()
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        device = next((t.device for t in tensors_in(out) if t.device.type == backend.NAME), None)
+        if device is not None:
+            self._take_workspaces(func, args, kwargs or {}, out, device)
+        return out
+
+    def _take_workspaces(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device: torch.device) -> None:
+        if kernels.uses_cublas(func, args, kwargs) and (where := (device, self._now.in_backward())) not in self._workspaces:
+            self._workspaces[where] = self._workspace(kernels.cublas_workspace(self._card), device)
+        held = []
+        for nbytes in kernels.transients(func, args, kwargs, out, self._card):
+            if nbytes > 0:
+                held.append(self._workspace(nbytes, device))
+            else:
+                held.remove(next(w for w in held if w.nbytes() == -nbytes))
+
+    def _workspace(self, nbytes: int, device: torch.device) -> Workspace:
+        workspace = Workspace(nbytes)
+        self._ledger.made(workspace, device).category = Category.WORKSPACE
+        return workspace
+
+
+def _read_scalar(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return mode._values.read(func, args[0])
+
+
+def _index(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``a[mask]`` is ``a[mask.nonzero()]``, on the card too; the shape follows from a mask whose values are known."""
+    indices: list[torch.Tensor | None] = []
+    for index in args[1]:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            indices.append(index)
+            continue
+        if not mode._values.known(index) and func is not _aten.index.Tensor:
+            return args[0] if func._schema.is_mutable else mode._compute(_aten.clone.default, args[:1], {}, [args[0]])
+        with mode.again():
+            indices.extend(index.to(args[0].device).nonzero().unbind(1))
+    args = (args[0], indices, *args[2:])
+    return mode._compute(func, args, kwargs, tensors_in(args))
+
+
+def _copy(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``a.copy_(b)`` from a virtual tensor into a real one is a read."""
+    target, source = args[0], args[1]
+    if is_virtual(target):
+        return mode._compute(func, args, kwargs, [target, source])
+    return target.copy_(mode._values.real(func, source))
+
+
+def _finite_check(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Unscaling finds no infinite gradient: ``found_inf`` keeps its value."""
+    with mode._fake:
+        return func(*args, **kwargs)
+
+
+_SPECIAL: dict[Any, Any] = {
+    _aten._local_scalar_dense.default: _read_scalar,
+    _aten.copy_.default: _copy,
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: _finite_check,
+    **dict.fromkeys((_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default), _index),
+}
+_READS = {_aten._local_scalar_dense.default, _aten._amp_foreach_non_finite_check_and_unscale_.default}

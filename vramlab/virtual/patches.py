@@ -1,0 +1,187 @@
+"""What is changed while a virtual GPU is open, so that libraries treat its tensors as those of a card; and changed back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch._subclasses
+import torch.autograd.graph
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import _foreach_supported_types
+
+from vramlab.tensors import is_virtual
+from vramlab.virtual import backend
+from vramlab.virtual.values import Values
+
+_aten = torch.ops.aten
+
+
+@contextmanager
+def patched(values: Values) -> Iterator[None]:
+    """All of it: what libraries ask about tensors, how modules move, what Python reads, where errors of backward come out."""
+    with ExitStack() as undo:
+
+        def put(owner: Any, name: str, value: Any) -> None:
+            missing = name not in vars(owner)
+            old = getattr(owner, name, None)
+            setattr(owner, name, value)
+            undo.callback(delattr, owner, name) if missing else undo.callback(setattr, owner, name, old)
+
+        # Optimizers without flags take foreach on a card, and ask for the exact type of the parameters.
+        _foreach_supported_types.append(FakeTensor)
+        undo.callback(_foreach_supported_types.remove, FakeTensor)
+        # transformers asks whether tensors are traced before it looks at a mask.
+        put(torch._subclasses, "FakeTensor", _OnlyOthers)
+        put(torch.utils, "swap_tensors", _swap)
+        put(torch, "Generator", _generator(torch.Generator))
+        put(torch.Tensor, "pin_memory", _pin(torch.Tensor.pin_memory))
+        put(torch.autograd.graph, "save_on_cpu", _SaveOnHost)
+        put(FakeTensor, "numpy", _numpy(values))
+        put(FakeTensor, "tolist", _tolist(values, FakeTensor.tolist))
+        put(FakeTensor, "data_ptr", _data_ptr(FakeTensor.data_ptr))
+        for module in (torch.autograd.graph, torch.autograd):
+            put(module, "_engine_run_backward", _run_backward(torch.autograd.graph._engine_run_backward))
+        yield
+
+
+class _Others(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, FakeTensor) and not is_virtual(instance)
+
+
+class _OnlyOthers(metaclass=_Others):
+    """Stands for ``FakeTensor`` where libraries ask whether a tensor is traced: a virtual one is used as on a card."""
+
+
+def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Modules move by exchanging what their parameters consist of. torch's own function refuses where weak references exist.
+
+    Those point to the parameter, and that stays what it is.
+    """
+    if one.untyped_storage()._cdata == other.untyped_storage()._cdata:
+        return  # it was there already
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    torch._C._swap_tensor_impl(one, other)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # the parameter has them, what it now consists of does not
+        if getattr(one, hooks):
+            setattr(one, hooks, getattr(one, hooks))
+    backend.innermost().parameter_moved(one)
+
+
+def _generator(original: type[torch.Generator]) -> type:
+    class Meta(type):
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, original)
+
+    class Generator(metaclass=Meta):
+        """A generator for a virtual card is the CPU's: nothing is drawn with it there."""
+
+        def __new__(cls, device: Any = "cpu") -> torch.Generator:  # type: ignore[misc]
+            return original("cpu" if torch.device(device).type == backend.NAME else device)
+
+    return Generator
+
+
+class _SaveOnHost(torch.autograd.graph.saved_tensors_hooks):
+    """torch's `save_on_cpu` copies into a new CPU tensor, and that would be a real one; here it stays virtual."""
+
+    def __init__(self, pin_memory: bool = False, device_type: str = "cuda") -> None:
+        super().__init__(lambda t: (t.device, t.cpu()), lambda packed: packed[1].to(packed[0]))
+
+
+def _pin(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+        return self  # also in a DataLoader's thread; no transfer happens that it would speed up
+
+    return pin_memory
+
+
+def _numpy(values: Values) -> Callable[..., Any]:
+    def numpy(self: torch.Tensor, *, force: bool = False) -> Any:
+        if not is_virtual(self):
+            return torch.Tensor.numpy(self, force=force)
+        if self.device.type != "cpu" and not force:  # CUDA's words
+            raise TypeError(
+                f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+            )
+        return values.real("aten.numpy", self).numpy(force=force)
+
+    return numpy
+
+
+def _tolist(values: Values, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def tolist(self: torch.Tensor) -> Any:
+        return values.real("aten.tolist", self).tolist() if is_virtual(self) else original(self)
+
+    return tolist
+
+
+def _data_ptr(original: Callable[..., int]) -> Callable[..., int]:
+    @functools.wraps(original)
+    def data_ptr(self: torch.Tensor) -> int:
+        """An address that is the same as long as the tensor has the same memory, and no other tensor has."""
+        if not is_virtual(self):
+            return original(self)
+        return self.untyped_storage()._cdata + self.storage_offset() * self.element_size() if self.numel() else 0
+
+    return data_ptr
+
+
+def _run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with backend.caught():
+            return original(*args, **kwargs)
+
+    return run_backward
+
+
+@contextmanager
+def building(device: torch.device, values: Values, made: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Parameters are made on a device as they are registered, and initialisers do nothing, so a model of any size costs no memory.
+
+    Everything else of the construction stays real: models compute their own widths with tensors. ``made`` is called with each.
+    """
+    register_parameter, register_buffer = nn.Module.register_parameter, nn.Module.register_buffer
+
+    @functools.wraps(register_parameter)
+    def registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not is_virtual(param) and not nn.parameter.is_lazy(param):
+            pinned = device.type == "cpu"  # host memory is virtual if it is pinned
+            empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device, pin_memory=pinned)
+            virtual = nn.Parameter(empty, param.requires_grad)
+            virtual.__dict__.update({k: v for k, v in param.__dict__.items() if k not in virtual.__dict__})
+            param = virtual
+            made(param)
+        register_parameter(module, name, param)
+
+    @functools.wraps(register_buffer)
+    def buffered(module: nn.Module, name: str, tensor: torch.Tensor | None, *args: Any, **kwargs: Any) -> None:
+        if tensor is not None and not is_virtual(tensor) and device.type != "cpu":
+            tensor = tensor.to(device)
+        register_buffer(module, name, tensor, *args, **kwargs)
+
+    initialisers = {n: f for n, f in vars(nn.init).items() if n.endswith("_") and callable(f) or n.startswith("_no_grad_")}
+    before, values.building = values.building, True
+    nn.Module.register_parameter, nn.Module.register_buffer = registered, buffered  # type: ignore[method-assign, assignment]
+    for name in initialisers:
+        setattr(nn.init, name, _leave)
+    try:
+        yield
+    finally:
+        values.building = before
+        nn.Module.register_parameter, nn.Module.register_buffer = register_parameter, register_buffer  # type: ignore[method-assign]
+        for name, function in initialisers.items():
+            setattr(nn.init, name, function)
+
+
+def _leave(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor
