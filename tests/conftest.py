@@ -6,6 +6,7 @@ import gc
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,15 @@ ALLOWED_SKIPS = {
 """Skips that CI accepts: a pattern found in ``test id: reason``, and why it is fine."""
 
 _refused_skips: list[str] = []
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests that register the virtual GPU run in a process of their own, which names their folder; see tests/test_virtual.py."""
+    folder = Path(__file__).parent / "virtual"
+    named = [Path(arg.split("::")[0]).resolve() for arg in config.args]
+    alone = all(path.is_relative_to(folder) for path in named)
+    return True if collection_path.is_relative_to(folder) and not alone else None
+
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -46,7 +46,6 @@ ORDER = [
     "vramlab.tasks.text",
     "vramlab.tasks",
     "vramlab.training",
-    "vramlab.planning",
     "vramlab.experiments",
     "vramlab.notebook.style",
     "vramlab.notebook.plots",

@@ -5,16 +5,32 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-if TYPE_CHECKING:
-    from vramlab.virtual.device import VirtualGPU
+from vramlab.gpus import GPU
+from vramlab.memory.allocator import CachingAllocator
 
 NAME = "vgpu"
-contexts: list[VirtualGPU] = []
+
+
+class Context(Protocol):
+    """What is asked of an open `vramlab.virtual.device.VirtualGPU`."""
+
+    card: GPU
+    in_use: int
+    devices: list[torch.device]
+
+    @property
+    def allocators(self) -> list[CachingAllocator]: ...
+    def building(self, device: torch.device | str | None = None) -> contextlib.AbstractContextManager[None]: ...
+    def parameter_moved(self, parameter: torch.Tensor) -> None: ...
+    def reset_peaks(self, index: int) -> None: ...
+
+
+contexts: list[Context] = []
 """The contexts that are open, the innermost last: it answers."""
 lost: list[BaseException] = []
 """Exceptions that were on their way through autograd's engine, see `_Guard`."""
@@ -42,7 +58,7 @@ def register() -> None:
     _setup_privateuseone_for_python_backend(NAME, backend_module=Module(), device_guard=_Guard())
 
 
-def innermost() -> VirtualGPU:
+def innermost() -> Context:
     """The context that virtual devices belong to now.
 
     Raises:

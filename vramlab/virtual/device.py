@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -101,6 +101,7 @@ class VirtualGPU:
             undo.enter_context(torch.autograd.set_multithreading_enabled(False))
             undo.enter_context(patches.patched(self._values))
             undo.enter_context(autocast.hooked())
+            undo.enter_context(self._mode.fake_opened())
             backend.contexts.append(self)
             undo.callback(backend.contexts.remove, self)
             undo.push(self._leave)
@@ -253,11 +254,22 @@ class _Fake(FakeTensorMode):
     """Computes shapes, types and strides; its tensors count as having memory."""
 
     has_memory = True
+    _open: ClassVar[list[_Fake]] = []
     avoid_device_init = True  # type: ignore[assignment]  # else torch.tensor(..., device=...) looks for real kernels
-    open = True
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        self._open.append(self)
+        try:
+            yield
+        finally:
+            self._open.remove(self)
+
+    def innermost(self) -> bool:
+        return bool(self._open) and self._open[-1] is self
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.open:
+        if self not in self._open:
             raise RuntimeError(
                 "This tensor is on a virtual GPU whose `with` block has ended, so nothing would be counted; "
                 "keep what uses it inside the block."
@@ -278,11 +290,13 @@ class _Mode(Recorder):
     def _new_ledger(self) -> Ledger:
         return Ledger(self._now, self._memory)
 
+    def fake_opened(self) -> AbstractContextManager[None]:
+        return self._fake.opened()
+
     def events_of(self, device: torch.device) -> Any:
         return self._ledger.events(device)
 
     def _finish(self) -> None:
-        self._fake.open = False
         for device in (*backend.innermost().devices, _HOST):
             self.events[device] = self._ledger.events(device)
         self._ledger.close(_HOST)
@@ -361,7 +375,7 @@ class _Mode(Recorder):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
-        if backend.contexts and backend.contexts[-1]._mode is not self:
+        if not self._fake.innermost():
             return func(*args, **(kwargs or {}))  # an inner context is open: its tensors are its own
         self._now.see_line()
         out = super().__torch_dispatch__(func, types, args, kwargs)

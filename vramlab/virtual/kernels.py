@@ -705,8 +705,14 @@ def _readable(matrix: torch.Tensor) -> bool:
 
 
 def _copies(*names: str) -> _Handler:
-    """A handler for kernels that read contiguous inputs alone (``native/cuda/SoftMax.cu``)."""
+    """A handler for kernels that read contiguous inputs alone (``native/cuda/SoftMax.cu``, ``native/Embedding.cpp``)."""
     return lambda a, out, card: _freed(_copied(*(a[name] for name in names)))
+
+
+def _softmax_backward(a: dict[str, Any], out: torch.Tensor, card: GPU) -> list[int]:
+    """The product of gradient and output (``native/cuda/SoftMax.cu``, ``softmax_backward_cuda_out``)."""
+    product = torch.empty_like(a["grad_output"], device="meta")
+    return _freed([_nbytes(product), *_copied(product, a["output"])])
 
 
 def _loss(a: dict[str, Any], out: Any, card: GPU) -> list[int]:
@@ -967,7 +973,9 @@ _HANDLERS: dict[torch._ops.OpOverload, _Handler] = {
     aten.embedding_dense_backward.default: _embedding_backward,
     **dict.fromkeys((aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default), _layer_norm_backward),
     **dict.fromkeys((aten._softmax.default, aten._log_softmax.default), _copies("self")),
-    **dict.fromkeys((aten._softmax_backward_data.default, aten._log_softmax_backward_data.default), _copies("grad_output", "output")),
+    aten._log_softmax_backward_data.default: _copies("grad_output", "output"),
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten.embedding.default: _copies("indices"),
     aten.convolution_backward.default: _convolution_backward,
     aten.logsumexp.default: _log_sum_exp,
     aten._foreach_norm.Scalar: _norms,

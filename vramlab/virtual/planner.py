@@ -150,7 +150,7 @@ class _Child:
         """
         if not self.connection.poll(seconds):
             # A process that it forked can keep the connection open, so its end alone is not enough.
-            if False:
+            if self.process.poll() is not None and not self.connection.poll(0):
                 raise EOFError
             return None
         self.intact = False
