@@ -30,6 +30,8 @@ ORDER = [
     "vramlab.virtual.kernels",
     "vramlab.virtual.patches",
     "vramlab.virtual.device",
+    "vramlab.virtual.travel",
+    "vramlab.virtual.worker",
     "vramlab.virtual.planner",
     "vramlab.virtual",
     "vramlab.techniques.precision",
@@ -46,6 +48,7 @@ ORDER = [
     "vramlab.tasks.text",
     "vramlab.tasks",
     "vramlab.training",
+    "vramlab.planning",
     "vramlab.experiments",
     "vramlab.notebook.style",
     "vramlab.notebook.plots",
@@ -58,7 +61,15 @@ ORDER = [
 ]
 """A package stands for its ``__init__.py``, so below its modules."""
 
-TORCH_FREE = ["vramlab.units", "vramlab.gpus", "vramlab.recipe", "vramlab.memory.trace"]
+TORCH_FREE = [
+    "vramlab.units",
+    "vramlab.gpus",
+    "vramlab.recipe",
+    "vramlab.memory.trace",
+    "vramlab.memory.allocator",
+    "vramlab.virtual.planner",
+    "vramlab.virtual.worker",
+]
 FRONT_END = {"matplotlib", "ipywidgets", "IPython", "PIL"}
 HEAVY = ["torch", "pandas", *sorted(FRONT_END)]
 

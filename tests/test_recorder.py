@@ -1143,7 +1143,7 @@ def test_a_compiled_model_is_refused(compiled: str) -> None:
     else:
         model.compile(backend="eager")
         name = "Sequential"
-    message = f"A recorder sees operators, and compiled code allocates without them: {name} is compiled. Record the model before"
+    message = f"Recorder and planner see operators, and compiled code allocates without them: {name} is compiled. Record or plan the model"
     with pytest.raises(ValueError, match=message):
         record(model)
     if compiled != "module.compile":  # its call does not come past a hook

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from vramlab.memory.recorder import record
     from vramlab.notebook.lab import Lab
     from vramlab.notebook.plots import plot
+    from vramlab.planning import plan
     from vramlab.tasks import Task
     from vramlab.training import train
+    from vramlab.virtual.device import virtual_gpu
 
 __version__ = "0.1.0"
 
@@ -25,15 +27,17 @@ _HOME = {
     "Lab": "vramlab.notebook.lab",
     "Task": "vramlab.tasks",
     "compare": "vramlab.experiments",
+    "plan": "vramlab.planning",
     "plot": "vramlab.notebook.plots",
     "record": "vramlab.memory.recorder",
     "run": "vramlab.experiments",
     "tasks": "vramlab.tasks",
     "techniques": "vramlab.techniques",
     "train": "vramlab.training",
+    "virtual_gpu": "vramlab.virtual.device",
 }
 
-__all__ = ["Lab", "Recipe", "Task", "compare", "plot", "record", "run", "tasks", "techniques", "train"]
+__all__ = ["Lab", "Recipe", "Task", "compare", "plan", "plot", "record", "run", "tasks", "techniques", "train", "virtual_gpu"]
 
 
 def __getattr__(name: str) -> Any:

@@ -37,7 +37,7 @@ def choose_device(device: torch.device | str = "auto") -> torch.device:
         chosen = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"A device is 'auto', 'cpu', 'cuda' or 'cuda:1', got {name!r}.") from error
-    if _is_virtual(chosen):
+    if is_virtual_device(chosen):
         return chosen
     if chosen.type not in ("cpu", "cuda"):
         raise ValueError(f"vramlab measures on 'cpu' and 'cuda', got {name!r}; on a Mac use 'cpu', where the same tensors are made.")
@@ -48,14 +48,14 @@ def choose_device(device: torch.device | str = "auto") -> torch.device:
     return chosen
 
 
-def _is_virtual(device: torch.device) -> bool:
+def is_virtual_device(device: torch.device) -> bool:
     """Whether this is a virtual GPU, which only `vramlab.virtual` makes: its module can build models."""
     return device.type not in ("cpu", "cuda") and hasattr(getattr(torch, device.type, None), "building")
 
 
 def building(device: torch.device) -> AbstractContextManager[None]:
     """Around the making of a model that goes to this device: for a virtual GPU it costs no memory, for others nothing changes."""
-    return getattr(torch, device.type).building() if _is_virtual(device) else nullcontext()
+    return getattr(torch, device.type).building() if is_virtual_device(device) else nullcontext()
 
 
 def cuda_advice() -> str:
@@ -116,7 +116,7 @@ class PeakCounters:
 
     def __init__(self, device: torch.device | None, *, ask_driver: bool = True) -> None:
         self._ask_driver = ask_driver
-        self._device = device if device is not None and (device.type == "cuda" or _is_virtual(device)) else None
+        self._device = device if device is not None and (device.type == "cuda" or is_virtual_device(device)) else None
         self._allocated = self._reserved = 0
         self.result: DeviceCounters | None = None
 
@@ -144,7 +144,7 @@ class PeakCounters:
 
 def memory_in_use(device: torch.device) -> int | None:
     """Bytes in use on a card by everything: contexts, other processes, the desktop. None where NVML has no answer."""
-    if _is_virtual(device):
+    if is_virtual_device(device):
         return int(torch.get_device_module(device).device_memory_used(device))
     # By UUID: CUDA_VISIBLE_DEVICES renumbers devices for torch and not for NVML.
     uuid = torch.cuda.get_device_properties(device).uuid

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import html
 import random
+import re
 import statistics
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,13 @@ import torch
 from tqdm.auto import tqdm
 
 from vramlab.devices import choose_device
+from vramlab.gpus import GPU, gpu
 from vramlab.memory.trace import MemoryBreakdown, MemoryTrace
 from vramlab.recipe import Recipe
 from vramlab.tasks import Task
 from vramlab.training import StepReport, check_arguments, train
 from vramlab.units import format_bytes
+from vramlab.virtual import planner
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,11 +38,12 @@ PATIENCE = 20.0  # seconds that a run waits for another, such as a lab's two mea
 
 @dataclass
 class Run:
-    """What a run measured. It can be read while the run goes on, and after it was stopped or has failed."""
+    """What a run measured, or what it needed on a virtual GPU. It can be read while the run goes on, and after it has ended."""
 
     task: Task
     recipe: Recipe
-    device: torch.device
+    device: torch.device | GPU
+    """Where it ran; a `GPU` was a virtual one: sizes are planned, and there are no losses and no speeds."""
     reports: list[StepReport] = field(default_factory=list)
     status: str = "running"
     """running, finished, stopped, interrupted, or the error that ended it."""
@@ -108,20 +112,29 @@ class Run:
     def _figures(self) -> dict[str, str]:
         speed, spread = self.throughput, self.throughput_range
         return {
-            "peak": f"{format_bytes(self.peak)} allocated" if self.peak is not None else "not measured",
+            "peak": f"{format_bytes(self.peak)} allocated" if self.peak is not None else "no recorded step",
             "throughput": f"{speed:,.0f} {self.task.unit}/s ({spread[0]:,.0f} to {spread[1]:,.0f})" if speed and spread else "not measured",
-            "loss": f"{self.losses[0]:.3f} to {self.losses[-1]:.3f}" if self.reports else "no step",
+            "loss": "not computed" if isinstance(self.device, GPU) else _first_to_last(self.losses),
             "steps": f"{len(self.reports)}, {self.status}",
         }
 
     def __repr__(self) -> str:
         figures = ", ".join(f"{name} {text}" for name, text in self._figures().items())
-        return f"Run({self.task.name}, {self.recipe}, measured on {self.device}: {figures})"
+        return f"Run({self.task.name}, {self.recipe}, {where(self.device)}: {figures})"
 
     def _repr_html_(self) -> str:
         rows = "".join(f"<tr><td>{name}</td><td>{html.escape(text)}</td></tr>" for name, text in self._figures().items())
-        title = html.escape(f"{self.task.name}: {self.recipe}, measured on {self.device}")
+        title = html.escape(f"{self.task.name}: {self.recipe}, {where(self.device)}")
         return f"<p><b>{title}</b></p><table>{rows}</table>{self.breakdown._repr_html_()}"
+
+
+def where(device: torch.device | GPU) -> str:
+    """``measured on cpu``, or ``planned for RTX 4090 (23.52 GiB)``."""
+    return f"planned for {device}" if isinstance(device, GPU) else f"measured on {device}"
+
+
+def _first_to_last(losses: list[float]) -> str:
+    return f"{losses[0]:.3f} to {losses[-1]:.3f}" if losses else "no step"
 
 
 @dataclass(frozen=True)
@@ -162,7 +175,7 @@ class Comparison:
         for label, row in zip(frame.index, frame.to_dict("records"), strict=True):
             cells = "".join(f"<td>{shown(str(name), value)}</td>" for name, value in row.items())
             body += f"<tr><th style='text-align:left'>{html.escape(label)}</th>{cells}</tr>"
-        title = html.escape(f"{self.runs[0].task.name}, measured on {self.runs[0].device}")
+        title = html.escape(f"{self.runs[0].task.name}, {where(self.runs[0].device)}")
         return f"<p><b>{title}</b></p><table><tr><th></th>{head}</tr>{body}</table>"
 
 
@@ -171,7 +184,7 @@ def run(
     recipe: Recipe | None = None,
     *,
     steps: int = 20,
-    device: torch.device | str = "auto",
+    device: torch.device | GPU | str = "auto",
     seed: int = 0,
     record_every: int = 50,
     progress: bool = True,
@@ -182,7 +195,8 @@ def run(
     The same seed gives the same parameters and data for every recipe; the caller's random numbers are untouched.
 
     Args:
-        task, recipe, device, record_every: see `vramlab.training.train`.
+        task, recipe, record_every: see `vramlab.training.train`.
+        device: see `vramlab.devices.choose_device`; or a card such as ``"RTX 4090"``, which is a virtual one then.
         steps: optimizer steps, at least 3 for a throughput.
         seed: of parameters, data and dropout.
         progress: show a bar.
@@ -206,7 +220,7 @@ def run(
         raise RuntimeError("One run at a time: another one is going on in this process (in a Lab, say). Stop it first.")
     try:
         _running_in = threading.get_ident()
-        return _run_alone(task, recipe, steps, choose_device(device), seed, record_every, progress, on_step)
+        return _run_alone(task, recipe, steps, _choose(device), seed, record_every, progress, on_step)
     finally:
         _running_in = None
         _alone.release()
@@ -216,22 +230,21 @@ def _run_alone(
     task: Task,
     recipe: Recipe,
     steps: int,
-    device: torch.device,
+    device: torch.device | GPU,
     seed: int,
     record_every: int,
     progress: bool,
     on_step: Callable[[Run], bool | None] | None,
 ) -> Run:
     result = Run(task, recipe, device)
-    devices = [device] if device.type == "cuda" else []
+    devices = [device] if isinstance(device, torch.device) and device.type == "cuda" else []
     try:
         with (
             torch.random.fork_rng(devices),
             _python_random(seed),
             tqdm(total=steps, desc=task.name, disable=not progress, leave=False) as bar,
         ):
-            _seed(seed, device)
-            for report in train(task, recipe, device, record_every=record_every):
+            for report in _reports(task, recipe, device, seed, record_every):
                 result.reports.append(report)
                 bar.set_postfix_str(f"loss {report.loss:.3f}, peak {format_bytes(result.peak or 0)}", refresh=False)
                 bar.update()
@@ -267,6 +280,40 @@ def _python_random(seed: int) -> Iterator[None]:
         np.random.set_state(numpy_before)
 
 
+def _choose(device: torch.device | GPU | str) -> torch.device | GPU:
+    """A device of this machine, or a virtual card."""
+    if isinstance(device, GPU):
+        return device
+    if isinstance(device, str) and not _DEVICE.fullmatch(device):
+        try:
+            return gpu(device)
+        except ValueError as error:
+            raise ValueError(f"A device is 'auto', 'cpu', 'cuda', 'cuda:1' or a card. {error}") from None
+    return choose_device(device)
+
+
+_DEVICE = re.compile(r"(auto|[a-z]+(:\d+)?)?")  # cards have digits in their names
+
+
+def _reports(task: Task, recipe: Recipe, device: torch.device | GPU, seed: int, record_every: int) -> Iterator[StepReport]:
+    if isinstance(device, GPU):
+        with closing(planner.shared().stream(_virtual_reports, task, recipe, device, seed, record_every)) as reports:
+            yield from reports
+    else:
+        _seed(seed, device)
+        yield from train(task, recipe, device, record_every=record_every)
+
+
+def _virtual_reports(task: Task, recipe: Recipe, card: GPU, seed: int, record_every: int) -> Iterator[StepReport]:
+    """In the planner process."""
+    from vramlab.virtual.device import virtual_gpu
+
+    with _python_random(seed), virtual_gpu(card) as virtual:
+        torch.default_generator.manual_seed(seed)
+        with closing(train(task, recipe, virtual.device, record_every=record_every)) as reports:
+            yield from reports
+
+
 def _seed(seed: int, device: torch.device) -> None:
     """Seed the generators that the run uses. ``torch.manual_seed`` would seed those of all cards, which nobody restores."""
     torch.default_generator.manual_seed(seed)
@@ -296,7 +343,7 @@ def compare(
     recipes: Iterable[Recipe],
     *,
     steps: int = 10,
-    device: torch.device | str = "auto",
+    device: torch.device | GPU | str = "auto",
     seed: int = 0,
     progress: bool = True,
 ) -> Comparison:

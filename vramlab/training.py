@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import signal
 import threading
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramlab.devices import PeakCounters, Stopwatch, building, choose_device
+from vramlab.devices import PeakCounters, Stopwatch, building, choose_device, is_virtual_device
 from vramlab.memory.recorder import record
 from vramlab.memory.trace import DeviceCounters, MemoryTrace
 from vramlab.recipe import Recipe
@@ -33,10 +34,10 @@ class StepReport:
     step: int
     """Counted from 1."""
     loss: float
-    """Mean over the window's items."""
+    """Mean over the window's items; NaN on a virtual GPU, which computes nothing."""
     seconds: float
     items_per_second: float | None
-    """None for a recorded step: recording costs time, so throughput comes from the others."""
+    """None for a recorded step: recording costs time, so throughput comes from the others. None on a virtual GPU."""
     memory: MemoryTrace | None
     """The step's trace if it was recorded."""
     counters: DeviceCounters | None = None
@@ -52,7 +53,7 @@ def train(
     recipe: Recipe,
     device: torch.device | str = "auto",
     *,
-    record_every: int = 50,
+    record_every: int | None = 50,
     learning_rate: float = 1e-3,
 ) -> Iterator[StepReport]:
     """Train without end, one optimizer step a window; the caller decides when to stop.
@@ -64,7 +65,7 @@ def train(
         task: what is trained.
         recipe: how memory is saved.
         device: see `vramlab.devices.choose_device`.
-        record_every: record each k-th step.
+        record_every: record each k-th step; None: none at all.
         learning_rate: of the optimizer; Adafactor takes the relative step of its paper instead.
 
     Yields:
@@ -77,6 +78,7 @@ def train(
     """
     check_arguments(task, recipe, record_every)
     device = choose_device(device)
+    virtual = is_virtual_device(device)
     precision = Precision(recipe.precision, loss_scale=recipe.loss_scale)
     with building(device):
         model = precision.prepare(checked_model(task.model()))
@@ -87,7 +89,7 @@ def train(
 
     with changed_model(model, recipe):
         for step in itertools.count(1):
-            recorded = step <= 2 or step % record_every == 0
+            recorded = record_every is not None and (step <= 2 or step % record_every == 0)
             with deferred_interrupt() as interrupted:
                 with (
                     PeakCounters(device, ask_driver=False) as peaks,
@@ -95,8 +97,10 @@ def train(
                     Stopwatch(device) as watch,
                 ):
                     window, stepped = train_window(task, recipe, model, optimizer, precision, device)
-                    loss = window.loss  # reads the value, so it waits for the device
-            speed, counters = (None, None) if recorded else (window.count / watch.seconds, peaks.result)
+                    # Reading the value waits for the device; on a virtual one there is none.
+                    loss = math.nan if virtual else window.loss
+            speed = None if recorded or virtual else window.count / watch.seconds
+            counters = None if recorded else peaks.result
             yield StepReport(step, loss, watch.seconds, speed, trace, counters, skipped=not stepped, interrupted=bool(interrupted))
             if interrupted:
                 raise KeyboardInterrupt
@@ -210,7 +214,7 @@ def deferred_interrupt() -> Iterator[list[int]]:
 CARRIED_OUT = {"parallel": ("none",)}
 
 
-def check_arguments(task: Task, recipe: Recipe, record_every: int = 1) -> None:
+def check_arguments(task: Task, recipe: Recipe, record_every: int | None = None) -> None:
     """Refuse before anything is built what cannot be trained.
 
     Raises:
@@ -222,7 +226,7 @@ def check_arguments(task: Task, recipe: Recipe, record_every: int = 1) -> None:
         raise TypeError(f"Training needs a Task, got {_short(task)}; take for example vl.tasks.gpt('nano').")
     if not isinstance(recipe, Recipe):
         raise TypeError(f"Training needs a Recipe, got {_short(recipe)}; write for example vl.Recipe(precision='amp-bf16').")
-    if not isinstance(record_every, int) or record_every < 1:
+    if record_every is not None and (not isinstance(record_every, int) or record_every < 1):
         raise ValueError(f"record_every is a whole number of at least 1, got {record_every!r}; a large one records steps 1 and 2 alone.")
     if recipe.loss_chunks > 1 and not task.chunked:
         raise ValueError(

@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, device: torch.device | str | None) -> None:
         super().__init__()
         _refuse_others(model, optimizer)
-        _refuse_compiled(model)
+        refuse_compiled(model)
         self._model, self._optimizer = model, optimizer
         # A tensor says which device "cuda" is: the current one.
         self._device = torch.empty(0, device=device).device if device is not None else _home(model, optimizer)
@@ -162,7 +162,7 @@ class Recorder(TorchDispatchMode):
             return
         if self._now.outside_modules and not self._now.in_backward():
             if not self._now.names(module):
-                _refuse_compiled(module)
+                refuse_compiled(module)
                 self._see_model(module, type(module).__name__)
             self._now.phase_is(Phase.FORWARD)
             self._forward_begins()
@@ -394,10 +394,11 @@ def _refuse_others(model: Any, optimizer: Any) -> None:
         raise TypeError(f"record() takes a module and an optimizer, each may be left out, got {found}; write record(model, optimizer).")
 
 
-def _refuse_compiled(model: nn.Module | None) -> None:
+def refuse_compiled(model: nn.Module | None) -> None:
+    """Raise ValueError if the model or a part of it is compiled."""
     for name, module in model.named_modules() if model is not None else ():
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
             raise ValueError(
-                "A recorder sees operators, and compiled code allocates without them: "
-                f"{name or type(model).__name__} is compiled. Record the model before torch.compile."
+                "Recorder and planner see operators, and compiled code allocates without them: "
+                f"{name or type(model).__name__} is compiled. Record or plan the model before torch.compile."
             )

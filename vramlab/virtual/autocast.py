@@ -326,8 +326,7 @@ def _operator(namespace: str, name: str) -> Any:
 
 def _register(library: torch.library.Library, name: str, rule: Rule) -> None:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        # As in C++, what is called from here sees no autocast; and function modes have seen this call already.
-        with torch._C._ExcludeDispatchKeyGuard(_KEYS), torch._C.DisableTorchFunction():
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS):  # as in C++, what is called from here sees no autocast
             return rule(_operator(library.ns, name), args, kwargs)
 
     library.impl(name, kernel, _KEY)

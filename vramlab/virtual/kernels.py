@@ -32,7 +32,6 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 """Version: 2.14 began to share key heads inside the fused attention kernels, and to take inputs without a batch."""
 
 
-
 def _cudnn_version() -> int:
     try:
         return torch.backends.cudnn.version() or 92400
@@ -334,9 +333,7 @@ def _validate(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask:
         )
 
 
-def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, causal: bool, scale: float | None
-) -> torch.Tensor:
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, causal: bool, scale: float | None) -> torch.Tensor:
     """Heads padded to a multiple of 8, with the scale of the true size."""
     head = query.size(-1)
     scale = 1 / math.sqrt(head) if scale is None else scale
@@ -437,7 +434,9 @@ def install(device_type: str, capability: Callable[[torch.device], Capability]) 
     """
     spare = torch._C._get_privateuse1_backend_name()
     if device_type != spare:
-        raise ValueError(f"Kernels are installed for PyTorch's spare device type, called {spare!r} here, not {device_type!r}. Register it first.")
+        raise ValueError(
+            f"Kernels are installed for PyTorch's spare device type, called {spare!r} here, not {device_type!r}. Register it first."
+        )
     if _libraries:
         return
     library = torch.library.Library("aten", "IMPL")
@@ -446,10 +445,19 @@ def install(device_type: str, capability: Callable[[torch.device], Capability]) 
     def run(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return attention(query, *args, **kwargs, capability=capability(query.device))
 
-    def choose(query: torch.Tensor, *args: Any, scale: float | None = None, enable_gqa: bool = False) -> int:
-        defaults = (None, 0.0, False)
-        args = (*args, *defaults[len(args) - 2 :])
-        return int(attention_kernel(query, *args, enable_gqa=enable_gqa, capability=capability(query.device)).value)
+    def choose(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> int:
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, capability(query.device))
+        return int(attention_kernel(*arguments).value)
 
     for key in ("AutogradPrivateUse1", "PrivateUse1"):
         library.impl("scaled_dot_product_attention", run, key)
@@ -526,7 +534,9 @@ def _flash_forward(a: dict[str, Any], out: Any, card: GPU) -> list[int]:
         return []
     if queries == 1 and heads > key_heads:  # one query: its heads that share a key stand in for queries
         heads, queries = key_heads, heads // key_heads
-    splits = _flash_splits(batch * heads * ceil(queries / 64), 2 * _sms(card), ceil(keys / (256 if head <= 64 else 128 if head <= 128 else 64)))
+    splits = _flash_splits(
+        batch * heads * ceil(queries / 64), 2 * _sms(card), ceil(keys / (256 if head <= 64 else 128 if head <= 128 else 64))
+    )
     rows = splits * batch * heads * queries * 4
     return [rows, rows * round_up(head, 32 if head <= 128 else 64)] if splits > 1 else []
 
@@ -612,7 +622,7 @@ def _efficient_backward(a: dict[str, Any], out: Any, card: GPU) -> list[int]:
     before = [*shared, *_copied(a["grad_out_"].transpose(1, 2))]
     row_sums = batch * heads * queries * 4
     in_kernel = half and (kernel.in_registers or not (7, 0) <= capability < (7, 5))
-    product = [size for size in _delta_in_operators(a, batch * heads * queries * value_head * 4)] if not in_kernel else []
+    product = [] if in_kernel else _delta_in_operators(a, batch * heads * queries * value_head * 4)
     sums = _efficient_sums(kernel, half, batch, heads, queries, keys, head, value_head, capability)
     return [*before, *(product or [row_sums]), sums, -row_sums, -sums, *(-size for size in before)]
 
@@ -627,7 +637,15 @@ def _delta_in_operators(a: dict[str, Any], products: int) -> list[int]:
 
 
 def _efficient_sums(
-    kernel: _EfficientBackward, half: bool, batch: int, heads: int, queries: int, keys: int, head: int, value_head: int, capability: Capability
+    kernel: _EfficientBackward,
+    half: bool,
+    batch: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    head: int,
+    value_head: int,
+    capability: Capability,
 ) -> int:
     splits = ceil(keys / kernel.columns)
     spilled = half and not kernel.in_registers
@@ -814,7 +832,7 @@ def _partial_sums(
     vector = vector or (8 if itemsize == 2 else 4)
     sizes: list[int] = []
     for part in _indexable(layout, itemsize):
-        buffers = _partial_results(part, tensor.storage_offset(), element, vector, card)
+        buffers = _partial_results(part, int(tensor.storage_offset()), element, vector, card)
         sizes = max(sizes, buffers, key=sum)
     return sizes
 
@@ -963,6 +981,7 @@ def _welford(itemsize: int) -> int:
 
 def _one(itemsize: int) -> int:
     return 1
+
 
 _HANDLERS: dict[torch._ops.OpOverload, _Handler] = {
     aten._scaled_dot_product_flash_attention.default: _flash_forward,

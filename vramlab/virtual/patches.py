@@ -37,7 +37,10 @@ def patched(values: Values) -> Iterator[None]:
         undo.callback(_foreach_supported_types.remove, FakeTensor)
         # transformers asks whether tensors are traced before it looks at a mask.
         put(torch._subclasses, "FakeTensor", _OnlyOthers)
-        put(torch.utils, "swap_tensors", _swap)
+        # A parameter that moves stays the same object, with its hooks and in its optimizer.
+        undo.callback(torch.__future__.set_swap_module_params_on_conversion, torch.__future__.get_swap_module_params_on_conversion())
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        put(torch.utils, "swap_tensors", _swap(torch.utils.swap_tensors))
         put(torch, "Generator", _generator(torch.Generator))
         put(torch.Tensor, "pin_memory", _pin(torch.Tensor.pin_memory))
         put(torch.autograd.graph, "save_on_cpu", _SaveOnHost)
@@ -58,20 +61,27 @@ class _OnlyOthers(metaclass=_Others):
     """Stands for ``FakeTensor`` where libraries ask whether a tensor is traced: a virtual one is used as on a card."""
 
 
-def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Modules move by exchanging what their parameters consist of. torch's own function refuses where weak references exist.
+def _swap(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def swap(one: torch.Tensor, other: torch.Tensor) -> None:
+        """Modules move by exchanging what their parameters consist of. torch's own function refuses where weak references exist.
 
-    Those point to the parameter, and that stays what it is.
-    """
-    if one.untyped_storage()._cdata == other.untyped_storage()._cdata:
-        return  # it was there already
-    one.__class__, other.__class__ = other.__class__, one.__class__
-    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
-    torch._C._swap_tensor_impl(one, other)
-    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # the parameter has them, what it now consists of does not
-        if getattr(one, hooks):
-            setattr(one, hooks, getattr(one, hooks))
-    backend.innermost().parameter_moved(one)
+        Those point to the parameter, and that stays what it is.
+        """
+        if not is_virtual(one) and not is_virtual(other):
+            one.data = other.detach()  # as modules move where no virtual GPU is open
+            return
+        if is_virtual(one) and is_virtual(other) and one.untyped_storage()._cdata == other.untyped_storage()._cdata:
+            return  # it was there already
+        one.__class__, other.__class__ = other.__class__, one.__class__
+        one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+        torch._C._swap_tensor_impl(one, other)
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # the parameter has them, what it now consists of does not
+            if getattr(one, hooks):
+                setattr(one, hooks, getattr(one, hooks))
+        backend.innermost().parameter_moved(one)
+
+    return swap
 
 
 def _generator(original: type[torch.Generator]) -> type:

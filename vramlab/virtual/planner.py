@@ -2,7 +2,7 @@
 
 Registering the virtual GPU changes a process for good, so the caller's process never does it. ``Planner`` is a general
 runner: it sends a function and its arguments by cloudpickle, and brings back the result, what was printed, or the
-exception. It knows nothing of torch. The second half of this file, from ``serve`` on, is what runs in the other process.
+exception. It knows nothing of torch. `vramlab.virtual.worker` is what runs in the other process.
 """
 
 from __future__ import annotations
@@ -10,63 +10,39 @@ from __future__ import annotations
 import atexit
 import codecs
 import contextlib
-import faulthandler
-import gc
-import importlib
-import io
 import itertools
 import json
-import linecache
 import multiprocessing
 import os
 import pickle
-import queue
 import signal
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
-import traceback
 import weakref
-from collections import ChainMap
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Future
-from multiprocessing import connection as connections
-from pathlib import Path
-from types import CodeType, FrameType, FunctionType
-from typing import IO, Any, ClassVar, TypeVar
+from typing import IO, Any, TypeVar
 
-import cloudpickle  # type: ignore[import-untyped]
+from vramlab.virtual.travel import name_of, pack_call, revive, surroundings, unpack
 
 T = TypeVar("T")
-F = TypeVar("F", bound=FunctionType)
-
 TICK = 0.05  # s: how often a waiting thread looks whether it was cancelled
-RETRY = 0.001  # s: when a stop is tried again that came at a moment when it may not be raised
 GRACE = 2.0  # s: what a stopped function gets to end by itself; a killed process costs a new start of several seconds
 PATIENCE = 10.0  # s: after that a stream nobody reads from gives way to others that wait
-COLLECT_EVERY = 20  # calls: models hold cycles, which the process would keep until Python's own collector comes by
 CRASH = "Fatal Python error"  # how faulthandler's report begins
 SHOWN_LINES = 25  # of what a dead process wrote last
-
 # -P keeps a user's json.py from being taken for Python's own; then sys.path becomes the parent's. Not -m: then
 # this module would be there twice, once as __main__.
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from vramlab.virtual.planner import serve; serve(int(sys.argv[2]), sys.argv[3:])"
+    "from vramlab.virtual.worker import serve; serve(int(sys.argv[2]), sys.argv[3:])"
 )
 
 
 class PlannerError(RuntimeError):
     """The planner process died, was ended, or did not answer in time. The next call starts a new one."""
-
-
-class RemoteTraceback(Exception):  # noqa: N818  # not an error of its own: the text shown above the error that came back
-    """Shows, as the cause of an exception that came back, where in the planner process it was raised."""
-
-    def __str__(self) -> str:
-        return f'\n"""\n{self.args[0]}"""'
 
 
 # The caller's side
@@ -234,7 +210,7 @@ def _cause_of_death(code: int) -> tuple[str, str]:
 def _telling_lines(lines: list[str]) -> list[str]:
     """Of a process's last lines those worth showing: around Python's own report of the crash, without our own frames."""
     own = (
-        f'"{__file__}"',
+        f'"{os.path.dirname(__file__)}',
         f'"{threading.__file__}"',
         f'"{os.path.dirname(multiprocessing.__file__)}',
         '"<string>"',
@@ -298,7 +274,7 @@ class Planner:
             KeyboardInterrupt: stops the function; the planner stays usable.
             Exception: what the function raised, with its attributes, notes and cause; its traceback is the last cause.
         """
-        name, payload = _name(function), _pack(function, args, kwargs)
+        name, payload = name_of(function), pack_call(function, args, kwargs)
         result: T = self._run(_Ticket(threading.get_ident()), name, payload, timeout)
         return result
 
@@ -312,7 +288,7 @@ class Planner:
         Returns:
             a future with the result or the exception; its arguments are taken as they are now.
         """
-        name, payload = _name(function), _pack(function, args, kwargs)
+        name, payload = name_of(function), pack_call(function, args, kwargs)
         if replaces is not None:
             replaces.cancel()
         request = Request()
@@ -330,7 +306,7 @@ class Planner:
         Raises:
             PlannerError, TypeError, KeyboardInterrupt, Exception: as ``call``; also PlannerError when it had to give way.
         """
-        name, payload = _name(function), _pack(function, args, kwargs)
+        name, payload = name_of(function), pack_call(function, args, kwargs)
         ticket = _Ticket(threading.get_ident())
         try:
             self._await_turn(ticket)
@@ -422,7 +398,7 @@ class Planner:
         """Send a function; once more to a new process where this one has loaded modules that have changed since."""
         while True:
             child = self._ready_child(ticket)
-            answer, value = self._ask(child, ticket, name, kind, _surroundings(), payload, timeout=timeout)
+            answer, value = self._ask(child, ticket, name, kind, surroundings(), payload, timeout=timeout)
             if answer != "stale":
                 return child, value
             child.end()
@@ -459,8 +435,8 @@ class Planner:
             self._settle(child, number)
             raise
         if kind == "error":
-            raise _revive(payload)
-        return kind, _unpack(payload, name)
+            raise revive(payload)
+        return kind, unpack(payload, name)
 
     def _answer(self, child: _Child, ticket: _Ticket, number: int, name: str, timeout: float | None) -> tuple[str, bytes]:
         """Wait for the answer with this number, and print meanwhile what the function prints."""
@@ -493,86 +469,6 @@ class Planner:
                 child.end()
 
 
-def _name(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "__qualname__", None) or repr(function))
-
-
-def _surroundings() -> tuple[list[str], str | None]:
-    """Where the caller's code looks for modules and files now."""
-    try:
-        folder: str | None = os.getcwd()
-    except FileNotFoundError:  # it was deleted
-        folder = None
-    return [entry for entry in sys.path if isinstance(entry, str)], folder
-
-
-class _Pickler(cloudpickle.CloudPickler):
-    """cloudpickle, with the file names of code kept: it drops them, and tracebacks and plans name lines."""
-
-    def _keep_file(code: CodeType) -> tuple[Any, ...]:  # noqa: N805  # called with the code alone, as pickle's tables are
-        file = code.co_filename
-        # A notebook's cells are in no file that the other process could read.
-        lines = [] if os.path.exists(file) else linecache.getlines(file)
-        return _code_of_file, (*cloudpickle.CloudPickler.dispatch_table[CodeType](code), file, lines)
-
-    dispatch_table: ClassVar[Any] = ChainMap({CodeType: _keep_file}, cloudpickle.CloudPickler.dispatch_table)
-
-
-def _code_of_file(make: Callable[..., CodeType], parts: tuple[Any, ...], file: str, lines: list[str]) -> CodeType:
-    if lines and file not in linecache.cache:
-        linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
-    return make(*parts).replace(co_filename=file)
-
-
-def _pickled(value: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file).dump(value)
-    return file.getvalue()
-
-
-def _pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    try:
-        return _pickled((function, args, kwargs))
-    except Exception as error:
-        raise TypeError(
-            f"{_name(function)} and its arguments travel to the planner process, and one of them cannot be pickled: {error}. "
-            "Make what cannot travel (an open file, a lock, a generator) inside the function."
-        ) from error
-
-
-def _unpack(payload: bytes, name: str) -> Any:
-    try:
-        return pickle.loads(payload)
-    except Exception as error:
-        raise TypeError(
-            f"The result of {name} came back from the planner process and cannot be unpickled here: {error}. "
-            "Return numbers, text, arrays, or objects of modules that can be imported here."
-        ) from error
-
-
-def _revive(payload: bytes) -> BaseException:
-    """The exception that was raised in the process, with its causes; the last cause shows the traceback."""
-    text, links = pickle.loads(payload)
-    errors = [_revive_one(*link) for link in links]
-    for error, cause in itertools.pairwise(errors):
-        error.__cause__ = cause
-    errors[-1].__cause__ = RemoteTraceback(text)
-    return errors[0]
-
-
-def _revive_one(name: str, text: str, notes: list[str], candidates: list[bytes]) -> BaseException:
-    """The first candidate that unpickles to the same text; else a RuntimeError that gives it."""
-    for candidate in candidates:
-        with contextlib.suppress(Exception):
-            error = pickle.loads(candidate)
-            if isinstance(error, BaseException) and str(error) == text:
-                return error
-    error = RuntimeError(f"{name}: {text}")
-    for note in notes:
-        error.add_note(note)
-    return error
-
-
 _planners: weakref.WeakSet[Planner] = weakref.WeakSet()
 _shared: Planner | None = None
 _shared_lock = threading.Lock()
@@ -602,354 +498,3 @@ def _forget_all() -> None:
 
 if hasattr(os, "register_at_fork"):  # a DataLoader's worker must not talk to the planner of its parent
     os.register_at_fork(after_in_child=_forget_all)
-
-
-# The process's side
-
-
-def serve(handle: int, preload: list[str]) -> None:
-    """Serve the parent until it has gone: what ``BOOT`` runs in the new process.
-
-    Args:
-        handle: file descriptor (on Windows: handle) of the connection to the parent.
-        preload: modules to import before the first request.
-    """
-    del sys.argv[1:]
-    faulthandler.enable(sys.__stderr__ or 2)  # after a crash the last lines show the Python stack
-    if sys.platform == "win32":
-        connection: Any = connections.PipeConnection(handle)
-    else:
-        os.set_inheritable(handle, False)
-        connection = connections.Connection(handle)
-    _Server(connection).run(preload)
-
-
-class _Server:
-    """Takes requests from the parent, runs them one by one in the main thread, and can be stopped in between."""
-
-    def __init__(self, connection: Any) -> None:
-        self._connection = connection
-        self._sending = threading.Lock()
-        self._requests: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self._number = 0  # of the request at work
-        self._stopped = 0  # the number of the last request that shall stop
-        self._running = False  # whether an interrupt may be raised in the main thread...
-        self._shielded = self._postponed = False  # ...but not in the middle of a message
-        self._stream: Iterator[Any] | None = None
-        self._sources = _Sources()
-
-    def run(self, preload: list[str]) -> None:
-        signal.signal(signal.SIGINT, self._on_interrupt)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)
-        threading.Thread(target=self._listen, daemon=True).start()
-        for module in preload:
-            importlib.import_module(module)
-        gc.collect()
-        gc.freeze()  # what stays anyway need not be searched at each collection
-        self._sources.note()
-        streams = _Stream(self._send, "stdout", 1), _Stream(self._send, "stderr", 2)
-        sys.stdout, sys.stderr = streams
-        self._send("ready")
-        for served in itertools.count(1):
-            request = self._requests.get()
-            answer = self._serve(*request)
-            for stream in streams:
-                stream.flush()
-            self._send(request[0], *answer)
-            del request, answer  # they hold what the function got and gave
-            if served % COLLECT_EVERY == 0:
-                gc.collect()
-
-    def _forget(self) -> None:
-        """In a forked process: the connection is its parent's; prints go through the pipes."""
-        self._connection.close()
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    # Messages
-
-    def _send(self, *message: Any) -> None:
-        data = pickle.dumps(message)
-        main = threading.current_thread() is threading.main_thread()
-        if main:
-            self._shielded = True
-        try:
-            with self._sending:
-                self._connection.send_bytes(data)
-        except OSError:
-            os._exit(0)  # the parent has gone
-        finally:
-            if main:
-                self._shielded = False
-        if main and self._postponed:
-            self._interrupt()
-
-    def _listen(self) -> None:
-        """Read what the parent sends, also while a request runs; without a parent there is nothing left to do."""
-        try:
-            while True:
-                message = pickle.loads(self._connection.recv_bytes())
-                if message[1] == "stop":
-                    self._stopped = message[0]
-                    _signal_main_thread()
-                else:
-                    self._requests.put(message)
-        except (EOFError, OSError):
-            os._exit(0)
-
-    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Python calls this in the main thread, between any two of its instructions."""
-        if self._shielded:
-            self._postponed = True
-        elif _uninterruptible(frame):
-            threading.Timer(RETRY, _signal_main_thread).start()
-        else:
-            self._interrupt()
-
-    def _interrupt(self) -> None:
-        self._postponed = False
-        if self._running and self._stopped == self._number:
-            self._running = False  # once per request: the handling of it is left alone
-            raise KeyboardInterrupt
-
-    # Requests
-
-    def _serve(self, number: int, kind: str, *content: Any) -> tuple[str, bytes]:
-        """The answer to a request; an interrupt is caught wherever it strikes."""
-        try:
-            try:
-                self._number, self._running = number, True
-                if self._stopped == number:
-                    raise KeyboardInterrupt
-                answer = getattr(self, f"_{kind}")(*content)
-            except BaseException as error:
-                answer = "error", _pack_error(error)
-            self._sources.note()
-            self._running = False
-        except BaseException as error:
-            answer = "error", _pack_error(error)
-        return answer
-
-    def _run(self, surroundings: tuple[list[str], str | None], payload: bytes) -> tuple[str, bytes]:
-        self._close_stream()
-        if self._sources.changed():
-            return "stale", pickle.dumps(None)
-        function, args, kwargs = _load(surroundings, payload)
-        return "value", _pack_result(function, function(*args, **kwargs))
-
-    def _open(self, surroundings: tuple[list[str], str | None], payload: bytes) -> tuple[str, bytes]:
-        self._close_stream()
-        if self._sources.changed():
-            return "stale", pickle.dumps(None)
-        function, args, kwargs = _load(surroundings, payload)
-        self._stream = iter(function(*args, **kwargs))
-        return "value", pickle.dumps(None)
-
-    def _next(self) -> tuple[str, bytes]:
-        assert self._stream is not None
-        try:
-            return "value", _pack_result(self._stream, next(self._stream))
-        except StopIteration as end:
-            stream, self._stream = self._stream, None
-            return "end", _pack_result(stream, end.value)
-
-    def _close(self) -> tuple[str, bytes]:
-        close = getattr(self._stream, "close", None)
-        self._stream = None
-        if close is not None:
-            close()
-        return "end", pickle.dumps(None)
-
-    def _close_stream(self) -> None:
-        """Close a stream whose reader has left it; an error in that is nobody's but shall be seen."""
-        try:
-            self._close()
-        except Exception:
-            traceback.print_exc()
-
-
-_uninterrupted: set[CodeType] = set()
-
-
-def uninterrupted(function: F) -> F:
-    """Decorate a function that a stop must not interrupt: it is raised soon after the function has returned.
-
-    For what C++ calls where it may not throw, as it does a device guard: an exception there aborts the process.
-    """
-    _uninterrupted.add(function.__code__)
-    return function
-
-
-def _uninterruptible(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code in _uninterrupted:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _signal_main_thread() -> None:
-    """Have the handler of SIGINT called in the main thread, where the system can do it also out of a sleep."""
-    if sys.platform == "win32":
-        import _thread
-
-        _thread.interrupt_main()
-    else:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-
-class _Stream(io.TextIOBase):
-    """``sys.stdout`` or ``sys.stderr`` of the process: lines travel as messages, so before the answer they belong to."""
-
-    encoding, errors = "utf-8", "backslashreplace"
-
-    def __init__(self, send: Callable[..., None], name: str, descriptor: int) -> None:
-        self._send, self._channel, self._descriptor = send, name, descriptor
-        self._pending: list[str] = []
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def write(self, text: str) -> int:
-        self._pending.append(text)
-        if "\n" in text or "\r" in text:  # a progress bar's line ends with a return
-            self.flush()
-        return len(text)
-
-    def flush(self) -> None:
-        if self._pending:
-            pending, self._pending = self._pending, []
-            self._send("print", self._channel, "".join(pending))
-
-
-class _Sources:
-    """The files of the user's own modules that the process has loaded, and whether they have changed since."""
-
-    def __init__(self) -> None:
-        folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
-        self._python = tuple(os.path.join(folder, "") for folder in folders | set(map(os.path.realpath, folders)))
-        self._seen: set[str] = set()
-        self._files: dict[str, tuple[int, int]] = {}
-
-    def note(self) -> None:
-        """Remember the state of the files of modules that are new."""
-        for name in [name for name in list(sys.modules) if name not in self._seen]:
-            self._seen.add(name)
-            # Its dictionary, as a module may answer a question for an attribute by importing others.
-            file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
-            if isinstance(file, str) and not self._installed(file) and (state := _state(file)):
-                self._files[file] = state
-
-    def _installed(self, file: str) -> bool:
-        return file.startswith(self._python) or bool({"site-packages", "dist-packages"} & set(Path(file).parts))
-
-    def changed(self) -> list[str]:
-        """Files that are no longer what was loaded; one that is gone has nothing newer to offer."""
-        return [file for file, state in self._files.items() if _state(file) not in (state, None)]
-
-
-def _state(file: str) -> tuple[int, int] | None:
-    try:
-        found = os.stat(file)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size
-
-
-def _load(surroundings: tuple[list[str], str | None], payload: bytes) -> Any:
-    """Function, positional and keyword arguments of a request, loaded where the caller is now."""
-    sys.path[:], folder = surroundings
-    if folder is not None:
-        with contextlib.suppress(OSError):
-            os.chdir(folder)
-    importlib.invalidate_caches()  # a module may have been written since
-    try:
-        return pickle.loads(payload)
-    except (ImportError, AttributeError) as error:
-        error.add_note(
-            "The planner process could not load the function. It imports what is defined in a module: put the module in a folder "
-            "of sys.path, define the function in the notebook or script, or see cloudpickle.register_pickle_by_value()."
-        )
-        raise
-
-
-def _pack_result(source: Any, result: Any) -> bytes:
-    try:
-        return _pickled(result)
-    except Exception as error:
-        kind = f"{type(result).__module__}.{type(result).__qualname__}"
-        raise TypeError(
-            f"{_name(source)} gave a {kind}, which cannot be pickled to leave the planner process: {error}. Return numbers, text, arrays."
-        ) from error
-
-
-def _pack_error(error: BaseException) -> bytes:
-    """An exception and its causes, each in several forms, and the text of the traceback from the function on."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    text = "".join(traceback.format_exception(type(error), error, trace))
-    links: list[tuple[Any, ...]] = []
-    link: BaseException | None = error
-    while link is not None and len(links) < 20:  # causes can be circular
-        name = f"{type(link).__module__}.{type(link).__qualname__}"
-        links.append((name, _text(link), list(map(str, getattr(link, "__notes__", []))), list(_forms(link))))
-        link = link.__cause__
-    return pickle.dumps((text, links))
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as failure:
-        return f"(its text cannot be made: {failure!r})"
-
-
-def _forms(error: BaseException) -> Iterator[bytes]:
-    """Pickles of an exception: as it is, and put together without its ``__init__`` from what can be pickled.
-
-    The second is for exceptions that hold what cannot travel, and for those whose ``__init__`` takes other arguments
-    than they keep in ``args``: pickle calls it with these.
-    """
-    with contextlib.suppress(Exception):
-        yield _pickled(error)
-    with contextlib.suppress(Exception):
-        args = tuple(argument if _travels(argument) else _Shown(repr(argument)) for argument in error.args)
-        state = {name: value for name, value in vars(error).items() if _travels(value)}
-        yield _pickled(_Bare(type(error), args, state))
-
-
-class _Bare:
-    """Pickles to an exception of this type, arguments and attributes; its ``__init__`` is not called."""
-
-    def __init__(self, *parts: Any) -> None:
-        self._parts = parts
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _bare_error, self._parts
-
-
-class _Shown(str):
-    """Stands for an object that cannot travel, and is shown as that was: without quotes."""
-
-    __slots__ = ()
-    __repr__ = str.__str__
-
-
-def _bare_error(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
-    error = kind.__new__(kind, *args)
-    error.args = args
-    error.__dict__.update(state)
-    return error
-
-
-def _travels(value: Any) -> bool:
-    try:
-        pickle.loads(_pickled(value))
-    except Exception:
-        return False
-    return True

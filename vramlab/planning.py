@@ -1,0 +1,225 @@
+"""plan(): what a Task and a Recipe will need on a card, found by running the training step on a virtual one."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import time
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from vramlab import gpus
+from vramlab.gpus import GPU
+from vramlab.memory.allocator import CachingAllocator, OutOfMemoryError
+from vramlab.memory.recorder import refuse_compiled
+from vramlab.memory.trace import Category, MemoryBreakdown, MemoryTrace, Phase
+from vramlab.recipe import Recipe
+from vramlab.tasks import Task
+from vramlab.training import check_arguments, train
+from vramlab.units import format_bytes, parse_bytes
+from vramlab.virtual import planner
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+STEPS = 2  # the optimizer's state appears during the first, so the peak stands in the second
+MICRO_BATCHES = 3  # of a window: the first has no gradients before it, the second and all later ones have
+
+
+def plan(task: Task, recipe: Recipe | None = None, gpu: GPU | str | None = None, in_use: int | str = 0) -> Plan:
+    """Predict the memory of a training step on a card, without the card: two steps run on a virtual one.
+
+    It happens in a process of its own, so this one stays as it is. The code that runs is `train`, as in a real run.
+
+    Args:
+        task: what is trained.
+        recipe: how memory is saved; None: the defaults.
+        gpu: the card or its name; None: this machine's.
+        in_use: bytes of the card that others hold, the desktop for example: ``"0.8 GiB"``.
+
+    Returns:
+        The `Plan`, also if the step does not fit.
+
+    Raises:
+        ValueError: no such card; what `train` raises before it starts; a compiled model.
+        UnknownValueError: the model, loss or batch reads whole numbers that were computed on the card.
+        NotImplementedError: an operator without a shape function, options that are not carried out yet.
+        PlannerError: the process died; the message says of what.
+    """
+    recipe = Recipe() if recipe is None else recipe
+    check_arguments(task, recipe)
+    card, held = gpus.gpu(gpu), parse_bytes(in_use)
+    capacity = card.memory - card.context - held
+    if capacity <= 0:
+        raise ValueError(
+            f"Nothing of {card} is left: its context takes {format_bytes(card.context)} and others {format_bytes(held)}; lower in_use."
+        )
+    return Plan(task=task, recipe=recipe, gpu=card, in_use=held, **planner.shared().call(trace_steps, task, recipe, card))
+
+
+def trace_steps(task: Task, recipe: Recipe, card: GPU) -> dict[str, Any]:
+    """Run the first steps on a virtual card as large as need be; in the planner process.
+
+    Returns:
+        The fields of a `Plan` that come from the run.
+    """
+    from vramlab.virtual.device import virtual_gpu
+
+    def model() -> Any:
+        made = task.model()
+        refuse_compiled(made if isinstance(made, nn.Module) else None)
+        return made
+
+    began = time.perf_counter()
+    shorter = recipe.with_(accumulation=min(recipe.accumulation, MICRO_BATCHES))
+    with virtual_gpu(card, limited=False) as virtual:
+        with closing(train(replace(task, model=model), shorter, virtual.device, record_every=None)) as steps:
+            for _ in itertools.islice(steps, STEPS):
+                pass
+        allocated, reserved = virtual.peaks()
+    return {
+        "allocated": allocated,
+        "unlimited": reserved,
+        "host": virtual.peak_host,
+        "trace": MemoryTrace(virtual.trace.events, str(card), virtual.trace.counters),
+        "reads": virtual.reads,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a training step needs on a card. All sizes are bytes.
+
+    The numbers are planned, nothing is measured: ``allocated`` and ``reserved`` are the peaks that
+    ``torch.cuda.max_memory_allocated()`` and ``max_memory_reserved()`` would show.
+    """
+
+    task: Task
+    recipe: Recipe
+    gpu: GPU
+    in_use: int
+    """What others hold of the card."""
+    allocated: int
+    """Peak of the blocks that PyTorch's allocator hands out, workspaces of libraries included."""
+    host: int
+    """Peak in host memory of what was offloaded there."""
+    trace: MemoryTrace
+    """Both steps, with the building of the model."""
+    reads: dict[str, int] = field(repr=False)
+    """Where the code read floating-point numbers, which gave 0.0: ``file:line`` and how often."""
+    seconds: float = field(repr=False)
+    """What planning took, without the start of its process."""
+    unlimited: int = field(repr=False)
+    """Peak reserved on a card as large as need be."""
+    reserved: int = field(init=False)
+    """Peak taken from the driver. On a card that is nearly full the allocator gives cached memory back before it takes more."""
+    fits: bool = field(init=False)
+    retries: int = field(init=False, repr=False)
+    """How often the allocator had to empty its cache to fit, which costs time."""
+
+    def __post_init__(self) -> None:
+        limited = CachingAllocator(self.capacity)
+        fits = True
+        if self.unlimited > self.capacity:
+            events = self.trace.events
+            try:
+                limited.replay(zip(events.storage.tolist(), events.nbytes.tolist(), strict=True), events.moves)
+            except OutOfMemoryError:
+                fits = False
+        reserved = limited.peak_reserved if limited.retries and fits else self.unlimited
+        for name, value in (("reserved", reserved), ("fits", fits), ("retries", limited.retries if fits else 0)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def capacity(self) -> int:
+        """What PyTorch can reserve: the card's memory without the CUDA context and what others hold."""
+        return self.gpu.memory - self.gpu.context - self.in_use
+
+    @property
+    def device(self) -> int:
+        """Peak in use on the card by everything, as nvidia-smi shows it: reserved, CUDA context, others."""
+        return self.reserved + self.gpu.context + self.in_use
+
+    @property
+    def margin(self) -> int:
+        """What is left of the card at the peak; negative: by how much it is too small."""
+        return self.capacity - self.reserved
+
+    @property
+    def breakdown(self) -> MemoryBreakdown:
+        """Bytes in storages by category at the peak."""
+        return self.trace.breakdown()
+
+    @property
+    def items(self) -> dict[str, int]:
+        """What ``device`` consists of: each category at the peak, blocks' unused ends and cache, context, others."""
+        parts = {label: nbytes for label, nbytes in self.breakdown.items() if nbytes}
+        return parts | {"cached by the allocator": self.reserved - self.trace.peak, "CUDA context": self.gpu.context, "others": self.in_use}
+
+    @property
+    def cause(self) -> dict[str, str]:
+        """What was running when the peak was reached: phase, operator, module, and the line of code (of its forward)."""
+        events = self.trace.events
+        i = self.trace.peak_event
+        assert events.line is not None
+        return {
+            "phase": Phase(events.phase[i]).label,
+            "operator": events.operators[events.operator[i]],
+            "module": events.modules[events.module[i]] or "outside modules",
+            "line": events.lines[events.line[i]],
+        }
+
+    def holders(self, n: int = 10, by: str = "line") -> pd.DataFrame:
+        """Who holds the memory at the peak: bytes by ``"line"``, ``"module"``, ``"operator"`` or ``"category"``, largest first.
+
+        Raises:
+            ValueError: no such column, ``n`` below 1.
+        """
+        return self.trace.holders_by(by, n)
+
+    def __repr__(self) -> str:
+        return f"Plan({self.task.name}, {self.recipe}, planned for {self.gpu.name}: {self._verdict()})"
+
+    def _verdict(self) -> str:
+        sizes = f"allocated {format_bytes(self.allocated)}, reserved {format_bytes(self.reserved)}, device {format_bytes(self.device)}"
+        if not self.fits:
+            return f"does not fit, {format_bytes(-self.margin)} too much; {sizes}"
+        tight = f" after emptying the cache {self.retries} times" if self.retries else ""
+        return f"fits{tight}, {format_bytes(self.margin)} left; {sizes}"
+
+    def _repr_html_(self) -> str:
+        cause = self.cause
+        title = html.escape(f"{self.task.name}: {self.recipe}, planned for {self.gpu}")
+        color = "#009E73" if self.fits else "#D55E00"
+        where = html.escape(f"Peak in {cause['phase']}: {cause['operator']} in {cause['module']}, {cause['line']}")
+        host = f"<br>offloaded to host memory: {format_bytes(self.host)}" if self.host else ""
+        return (
+            f"<div style='max-width:46em'><p><b>{title}</b><br><b style='color:{color}'>{html.escape(self._verdict())}</b></p>"
+            f"{self._bar()}<p>{where}{host}</p></div>"
+        )
+
+    def _bar(self) -> str:
+        """One bar of what is in use, with a line where the card ends, and its legend."""
+        colors = {c.label: c.color for c in Category} | {"cached by the allocator": "#DDDDDD", "CUDA context": "#555555", "others": "#333333"}
+        full = max(self.device, self.gpu.memory)
+        pieces = "".join(
+            f"<div title='{label}: {format_bytes(n)}' style='background:{colors[label]};width:{100 * n / full:.3f}%'></div>"
+            for label, n in self.items.items()
+        )
+        legend = "".join(
+            f"<span style='white-space:nowrap;margin-right:1em'><span style='background:{colors[label]};display:inline-block;"
+            f"width:0.8em;height:0.8em'></span> {label} {format_bytes(n)}</span> "
+            for label, n in self.items.items()
+            if n
+        )
+        end = 100 * self.gpu.memory / full
+        return (
+            f"<div style='position:relative;padding-bottom:1.3em'><div style='display:flex;height:1.6em;background:#F4F4F4'>{pieces}</div>"
+            f"<div style='position:absolute;top:-0.2em;left:calc({end:.3f}% - 2px);height:2em;border-left:2px solid #000'></div>"
+            f"<div style='position:absolute;top:1.8em;right:{100 - end:.3f}%;font-size:smaller'>{format_bytes(self.gpu.memory)}</div></div>"
+            f"<div style='font-size:smaller'>{legend}</div>"
+        )
