@@ -1,12 +1,13 @@
 """The virtual GPU against what others measured on real ones, and other estimators beside it.
 
-python benchmarks/accuracy.py [--only TEXT] [--python-4.51 PATH] [--rivals] [--merge]
+python benchmarks/accuracy.py [--only TEXT] [--python VERSION=PATH] [--rivals] [--merge]
 
 Runs every row of ground_truth.json on a virtual card (see workloads.py), prints a table by source and by model, and writes
-benchmarks/results/accuracy.json. Rows that name transformers 4.51.3 need an interpreter that has it:
+benchmarks/results/accuracy.json. Libraries write the same model differently from version to version, so rows name the
+transformers that they ran with or the nearest that installs, and need an interpreter that has it; others are skipped:
 
-python -m venv /tmp/tf451 && /tmp/tf451/bin/pip install -e '.[models]' 'transformers==4.51.3'
-python benchmarks/accuracy.py --python-4.51 /tmp/tf451/bin/python
+for v in 4.51.3 4.46.3; do python -m venv /tmp/tf$v && /tmp/tf$v/bin/pip install -e '.[models]' transformers==$v; done
+python benchmarks/accuracy.py --python 4.51.3=/tmp/tf4.51.3/bin/python --python 4.46.3=/tmp/tf4.46.3/bin/python
 """
 
 from __future__ import annotations
@@ -159,14 +160,21 @@ def ask(python: str, rows: list[Row], rivals: bool) -> Iterator[dict[str, Any]]:
             yield {"id": left.pop(0)["id"], "error": f"the process ended with {worker.returncode}: {said[-1] if said else 'without a word'}"[:400]}
 
 
-def interpreters(rows: list[Row], newer: str, older: str | None) -> tuple[dict[str, list[Row]], dict[str, str]]:
-    """Rows by the interpreter that runs them, and those that none can, with the reason."""
+def interpreters(rows: list[Row], own: str, others: dict[str, str]) -> tuple[dict[str, list[Row]], dict[str, str]]:
+    """Rows by the interpreter that runs them, and those that none can, with the reason.
+
+    Args:
+        rows: what to run.
+        own: the interpreter for rows that need no certain transformers.
+        others: interpreters by the version of transformers that they have.
+    """
     by_python: dict[str, list[Row]] = defaultdict(list)
     skipped = {}
     for row in rows:
-        python = older if row["transformers"] == "4.51.3" else newer
+        version = row["transformers"]
+        python = own if version is None else others.get(version)
         if python is None:
-            skipped[row["id"]] = "needs transformers 4.51.3: give --python-4.51"
+            skipped[row["id"]] = f"needs transformers {version}: give --python {version}=PATH"
         else:
             by_python[python].append(row)
     return by_python, skipped
@@ -264,7 +272,7 @@ def show(found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="rows whose id or table contains it; may be repeated")
-    parser.add_argument("--python-4.51", dest="older", metavar="PATH", help="an interpreter with transformers 4.51.3")
+    parser.add_argument("--python", action="append", default=[], metavar="VERSION=PATH", help="an interpreter with this transformers")
     parser.add_argument("--rivals", action="store_true", help="run the other estimators too (minutes)")
     parser.add_argument("--merge", action="store_true", help="keep the rows of the results file that are not run now")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -273,7 +281,7 @@ def main() -> None:
         return work(arguments.rivals)
     facts = json.loads(FACTS.read_text())
     chosen = [row for row in facts["rows"] if not arguments.only or any(text in row["id"] or text in row["table"] for text in arguments.only)]
-    by_python, skipped = interpreters(chosen, sys.executable, arguments.older)
+    by_python, skipped = interpreters(chosen, sys.executable, dict(given.split("=", 1) for given in arguments.python))
     known = {row["id"]: row for row in chosen}
     results = earlier() if arguments.merge else {}
     for python, rows in by_python.items():

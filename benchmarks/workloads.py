@@ -357,13 +357,8 @@ def lit_steps(place: Place, model: nn.Module, /, *, batch: int, accumulation: in
 # Hugging Face's attention tables: transformers' documentation, forward and backward in fp16
 
 
-def attention_table_model(*, masks: int = 0, **options: Any) -> nn.Module:
-    """With ``masks``, every layer has a bool buffer (1, 1, masks, masks), as GPT-NeoX had then."""
-    model = text_model(dtype="float16", **options)
-    if masks:
-        for layer in model.gpt_neox.layers:
-            layer.attention.register_buffer("bias", torch.ones(1, 1, masks, masks, dtype=torch.bool), persistent=False)
-    return model
+def attention_table_model(**options: Any) -> nn.Module:
+    return text_model(dtype="float16", **options)
 
 
 def attention_table(place: Place, model: nn.Module, /, *, batch: int, length: int, **_: Any) -> int:

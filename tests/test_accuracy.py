@@ -97,7 +97,7 @@ COUNTS: list[tuple[str, dict[str, Any], int]] = [
     ("grid text", {"model": "T5-small"}, 60_506_624),
     ("grid text", {"model": "t5-base"}, 222_903_552),
     ("attention table", {"model": "gpt2-large"}, 774_030_080),
-    ("attention table", {"model": "EleutherAI/pythia-410m-deduped", "masks": 2048}, 405_334_016),
+    ("attention table", {"model": "EleutherAI/pythia-410m-deduped"}, 405_334_016),
     ("attention table", {"model": "distilbert-base-uncased", "head": "MaskedLM"}, 66_985_530),
     ("attention table", {"model": "albert/albert-base-v2", "head": "MaskedLM"}, 11_221_680),
     ("attention table", {"model": "microsoft/biogpt"}, 346_763_264),
@@ -167,9 +167,9 @@ def test_a_tool_that_says_fits_for_a_run_that_ran_out_is_told() -> None:
 
 
 def test_rows_of_another_transformers_are_skipped_with_the_reason() -> None:
-    by_python, skipped = accuracy.interpreters([row(transformers="4.51.3")], "python", None)
-    assert by_python == {}
-    assert skipped == {"a": "needs transformers 4.51.3: give --python-4.51"}
+    by_python, skipped = accuracy.interpreters([row(id=v, transformers=v) for v in (None, "4.51.3", "4.46.3")], "own", {"4.46.3": "old"})
+    assert {python: [r["id"] for r in rows] for python, rows in by_python.items()} == {"own": [None], "old": ["4.46.3"]}
+    assert skipped == {"4.51.3": "needs transformers 4.51.3: give --python 4.51.3=PATH"}
 
 
 def test_a_worker_that_dies_is_told_and_the_next_row_goes_on(tmp_path: Path) -> None:

@@ -605,6 +605,7 @@ def test_what_must_not_be_interrupted_is_not(planner: Planner, tmp_path: Path) -
         module.uninterrupted(guard)  # its code is another object in this process
         while True:
             guard(work)
+            time.sleep(0.005)
 
     before = pid(planner)
     for _ in range(5):

@@ -30,7 +30,7 @@ def users_line() -> str:
 
 
 _PACKAGE = Path(__file__).parents[1]
-_MACHINERY = (str(Path(torch.__file__).parent), "<frozen", *(str(_PACKAGE / part) for part in ("memory", "virtual", "training.py", "planning.py", "experiments.py")))
+_MACHINERY = (str(Path(torch.__file__).parent), "<frozen", "<string>", *(str(_PACKAGE / part) for part in ("memory", "virtual", "training.py", "planning.py", "experiments.py")))
 _machinery: dict[CodeType, bool] = {}
 
 

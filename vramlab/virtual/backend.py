@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
+from torch._library.simple_registry import find_torch_dispatch_rule
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from vramlab.gpus import GPU
 from vramlab.memory.allocator import CachingAllocator
+from vramlab.virtual.worker import uninterrupted
 
 NAME = "vgpu"
 
@@ -56,6 +59,10 @@ def register() -> None:
             "161129). Use vramlab.plan(), which works in a process of its own, or start Python with CUDA_VISIBLE_DEVICES=''."
         )
     _setup_privateuseone_for_python_backend(NAME, backend_module=Module(), device_guard=_Guard())
+    # C++ calls these where it may not throw: no KeyboardInterrupt in them.
+    for function in (_Guard.type_, find_torch_dispatch_rule, *vars(Module).values()):
+        if isinstance(function, FunctionType):
+            uninterrupted(function)
 
 
 def innermost() -> Context:

@@ -322,6 +322,11 @@ class _Mode(Recorder):
         kwargs = {name: None if name in ("generator", "pin_memory") else value for name, value in kwargs.items()}
         special = _SPECIAL.get(func)
         out = special(self, func, args, kwargs) if special is not None else self._compute(func, args, kwargs, tensors)
+        if any(is_virtual(t) and t.layout is not torch.strided for t in tensors_in(out)):
+            raise NotImplementedError(
+                f"{func} makes a sparse tensor, whose bytes depend on values, so it cannot run on a virtual GPU. Plan a dense version: "
+                "sparse=False for an embedding, which needs at least as much."
+            )
         if func not in _READS:
             self._values.follow(func, args, kwargs, out, tensors)
         return out
@@ -407,6 +412,8 @@ def _read_scalar(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str
 def _index(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``a[mask]`` is ``a[mask.nonzero()]``, on the card too; the shape follows from a mask whose values are known."""
     indices: list[torch.Tensor | None] = []
+    if not is_virtual(args[0]) and any(index is not None and index.device.type == backend.NAME for index in args[1]):  # CUDA's words
+        raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
     for index in args[1]:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             indices.append(index)
@@ -414,9 +421,34 @@ def _index(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         if not mode._values.known(index) and func is not _aten.index.Tensor:
             return args[0] if func._schema.is_mutable else mode._compute(_aten.clone.default, args[:1], {}, [args[0]])
         with mode.again():
-            indices.extend(index.to(args[0].device).nonzero().unbind(1))
+            places = torch.nonzero(index).unbind(1)
+            indices.extend(i if is_virtual(i) else _aten._to_copy.default(i, device=args[0].device) for i in places)
     args = (args[0], indices, *args[2:])
     return mode._compute(func, args, kwargs, tensors_in(args))
+
+
+def _masked_select(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``a.masked_select(mask)`` is ``a[mask]`` of both expanded."""
+    if not mode._values.known(args[1]):
+        raise mode._values.unknown(func)
+    with mode.again():
+        tensor, mask = torch.broadcast_tensors(*args)
+        return _aten.index.Tensor(tensor, [mask])
+
+
+def _pack(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """How many sequences go on at each time step is known: it is in host memory, as the lengths are."""
+    data, lengths, batch_first = args
+    lengths = mode._values.real(func, lengths)
+    steps = torch.arange(int(lengths.max()))
+    sizes = (lengths[:, None] > steps).sum(0)
+    first = data.transpose(0, 1) if batch_first else data
+    with mode.again():
+        return torch.cat([first[step, :size] for step, size in enumerate(sizes.tolist())]), sizes
+
+
+def _writes_only(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """An operator that changes what it gets, allocates nothing and returns nothing."""
 
 
 def _copy(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -433,10 +465,18 @@ def _finite_check(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[st
         return func(*args, **kwargs)
 
 
+def _overloads(name: str) -> list[Any]:
+    packet = getattr(_aten, name)
+    return [getattr(packet, overload) for overload in packet.overloads() if "out" not in overload]
+
+
 _SPECIAL: dict[Any, Any] = {
     _aten._local_scalar_dense.default: _read_scalar,
     _aten.copy_.default: _copy,
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _finite_check,
+    _aten.masked_select.default: _masked_select,
+    _aten._pack_padded_sequence.default: _pack,
+    **dict.fromkeys((op for name in ("_fused_sgd_", "_fused_adagrad_") for op in _overloads(name)), _writes_only),
     **dict.fromkeys((_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default), _index),
 }
 _READS = {_aten._local_scalar_dense.default, _aten._amp_foreach_non_finite_check_and_unscale_.default}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -47,6 +48,10 @@ def patched(values: Values) -> Iterator[None]:
         put(FakeTensor, "numpy", _numpy(values))
         put(FakeTensor, "tolist", _tolist(values, FakeTensor.tolist))
         put(FakeTensor, "data_ptr", _data_ptr(FakeTensor.data_ptr))
+        put(FakeTensor, "__format__", _format(FakeTensor.__format__))
+        put(FakeTensor, "__repr__", _repr(values, FakeTensor.__repr__))
+        put(FakeTensor, "__deepcopy__", _deepcopy(FakeTensor.__deepcopy__))
+        put(FakeTensor, "__reduce_ex__", _reduce(FakeTensor.__reduce_ex__))
         for module in (torch.autograd.graph, torch.autograd):
             put(module, "_engine_run_backward", _run_backward(torch.autograd.graph._engine_run_backward))
         yield
@@ -76,6 +81,8 @@ def _swap(original: Callable[..., None]) -> Callable[..., None]:
         one.__class__, other.__class__ = other.__class__, one.__class__
         one.__dict__, other.__dict__ = other.__dict__, one.__dict__
         torch._C._swap_tensor_impl(one, other)
+        if is_virtual(one):
+            one.__dict__.update({k: v for k, v in other.__dict__.items() if k not in one.__dict__})  # what others have noted on it
         for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # the parameter has them, what it now consists of does not
             if getattr(one, hooks):
                 setattr(one, hooks, getattr(one, hooks))
@@ -143,6 +150,70 @@ def _data_ptr(original: Callable[..., int]) -> Callable[..., int]:
         return self.untyped_storage()._cdata + self.storage_offset() * self.element_size() if self.numel() else 0
 
     return data_ptr
+
+
+def _format(original: Callable[..., str]) -> Callable[..., str]:
+    @functools.wraps(original)
+    def format_tensor(self: torch.Tensor, spec: str) -> str:
+        """As that of a real tensor: one without dimensions is written as the number that it is."""
+        return format(self.item(), spec) if is_virtual(self) and self.dim() == 0 else original(self, spec)
+
+    return format_tensor
+
+
+def _repr(values: Values, original: Callable[..., str]) -> Callable[..., str]:
+    @functools.wraps(original)
+    def represent(self: torch.Tensor, **kwargs: Any) -> str:
+        """What is known is printed as on a card. Of the others the text shows that there is nothing to see, so it is no read."""
+        if not is_virtual(self) or not values.known(self):
+            return original(self, **kwargs)
+        text = repr(values.twin(self).clone())
+        return text if self.device.type == "cpu" else f"{text[:-1]}, device='{self.device}')"
+
+    return represent
+
+
+def _deepcopy(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> Any:
+        """As `torch.nn.Parameter.__deepcopy__` and `torch.Tensor.__deepcopy__`, which would copy the virtual GPU as well."""
+        if not is_virtual(self) or not self.is_leaf:
+            return original(self, memo)
+        if id(self) in memo:
+            return memo[id(self)]
+        if isinstance(self, nn.Parameter):
+            memo[id(self)] = result = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+            backend.innermost().parameter_moved(result)
+            return result
+        storage = self.untyped_storage()
+        copies = memo.setdefault(_STORAGES, {})  # a storage that several tensors share is copied once
+        if storage._cdata not in copies:
+            whole = self.detach().as_strided((storage.nbytes() // self.element_size(),), (1,), 0)
+            copies[storage._cdata] = whole.view(torch.uint8).clone()
+        memo[id(self)] = result = copies[storage._cdata].view(self.dtype).as_strided(self.shape, self.stride(), self.storage_offset())
+        result.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in result.__dict__})
+        result.requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            result.grad = copy.deepcopy(self.grad, memo)
+        return result
+
+    return deepcopy
+
+
+_STORAGES = id(_deepcopy)
+
+
+def _reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def reduce_ex(self: torch.Tensor, protocol: Any) -> Any:
+        if is_virtual(self):
+            raise TypeError(
+                f"A tensor on a virtual GPU has no data that could be saved or sent, here one of shape {tuple(self.shape)}; "
+                "leave out saving while planning."
+            )
+        return original(self, protocol)
+
+    return reduce_ex
 
 
 def _run_backward(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,18 +33,19 @@ class Values:
     def __init__(self) -> None:
         self._twins: dict[int, torch.Tensor] = {}  # by storage: all its elements, one-dimensional, on the CPU
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._random_state = torch.Generator().get_state()
         self.reads: Counter[str] = Counter()
         self.building = False
         """While a model is built a read decides over its shape, so 0.0 is no answer."""
 
     def known(self, tensor: torch.Tensor) -> bool:
-        return not is_virtual(tensor) or tensor.untyped_storage()._cdata in self._twins
+        return not is_virtual(tensor) or _key(tensor) in self._twins
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
         """A real tensor with the values of a known one; a view of the twin, so it can be written through."""
         if not is_virtual(tensor):
             return tensor
-        flat = self._twins[tensor.untyped_storage()._cdata]
+        flat = self._twins[_key(tensor)]
         if flat.dtype != tensor.dtype:  # a view of the bytes as another type
             flat = flat.view(tensor.dtype)
         return torch.as_strided(flat, tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -55,10 +56,12 @@ class Values:
         results = [t for t in tensors_in(out) if is_virtual(t)]
         if func in _WITHOUT_VALUES:
             return
+        if func in _OF_SHAPE:  # the first one's values do not matter
+            args, tensors = (torch.empty((), dtype=args[0].dtype).expand(args[0].shape), *args[1:]), tensors[1:]
         if func in _OVERWRITES and is_virtual(args[0]) and not self.known(args[0]) and all(map(self.known, tensors[1:])):
             self.learn(args[0], self.on_twins(func, (torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:]), kwargs))
         elif all(map(self.known, tensors)):
-            new = [t for t in results if t.untyped_storage()._cdata not in self._twins]
+            new = [t for t in results if _key(t) not in self._twins]
             if (written or new) and all(map(_worth_knowing, results)) and self._compute(func, args, kwargs, out):
                 return
         elif func in _FINITE:
@@ -83,16 +86,24 @@ class Values:
         if "device" in real_kwargs:
             real_kwargs["device"] = torch.device("cpu")
         real_kwargs.pop("pin_memory", None)
-        return func(*real_args, **real_kwargs)
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*real_args, **real_kwargs)
+        cpu = torch.get_rng_state()  # the numbers that are drawn on a card are not missing on the CPU
+        torch.set_rng_state(self._random_state)
+        try:
+            return func(*real_args, **real_kwargs)
+        finally:
+            self._random_state = torch.get_rng_state()
+            torch.set_rng_state(cpu)
 
     def learn(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """A virtual tensor, if nothing is known of its storage yet, has these values.
 
         A view of a larger new storage (which no operator returns) would leave gaps: it stays unknown.
         """
-        storage = tensor.untyped_storage()
-        if not is_virtual(tensor) or storage._cdata in self._twins or not _worth_knowing(tensor):
+        if not is_virtual(tensor) or not _worth_knowing(tensor) or _key(tensor) in self._twins:
             return
+        storage = tensor.untyped_storage()
         size = storage.nbytes() // tensor.element_size()
         if size < tensor.numel() or tensor.storage_offset() or value.shape != tensor.shape:  # helper outputs differ by device
             return
@@ -104,7 +115,7 @@ class Values:
 
     def _forget(self, tensor: torch.Tensor) -> None:
         if is_virtual(tensor):
-            self._drop(tensor.untyped_storage()._cdata)
+            self._drop(_key(tensor))
 
     def _drop(self, key: int) -> None:
         self._twins.pop(key, None)
@@ -159,6 +170,10 @@ class Values:
         )
 
 
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0  # of no storage
+
+
 def _worth_knowing(tensor: torch.Tensor) -> bool:
     floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     return tensor.layout is torch.strided and tensor.numel() <= (MOST_FLOATS if floating else MOST_INTEGERS)
@@ -176,6 +191,9 @@ _WITHOUT_VALUES = {
     *(op.default for op in (_aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided)),
     _aten.empty.memory_format,
 }
+_OF_SHAPE = {
+    *(op.default for op in (_aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_zeros, _aten.new_ones, _aten.new_full)),
+}
 _OVERWRITES = {_aten.zero_.default, _aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor}
 _OF_ITSELF = {_aten.eq.Tensor, _aten.ne.Tensor}
 _OF_INFINITY = {_aten.eq.Scalar, _aten.ne.Scalar}
@@ -186,5 +204,7 @@ _FINITE = {
     _aten.ne.Scalar: True,
     _aten.isnan.default: False,
     _aten.isinf.default: False,
+    _aten.isposinf.default: False,
+    _aten.isneginf.default: False,
 }
 """What questions about unknown numbers are answered with: isfinite is composed of the first four."""
