@@ -7,6 +7,7 @@ import itertools
 import time
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -70,14 +71,18 @@ def trace_steps(task: Task, recipe: Recipe, card: GPU) -> dict[str, Any]:
 
     def model() -> Any:
         made = task.model()
-        refuse_compiled(made if isinstance(made, nn.Module) else None)
+        if isinstance(made, nn.Module):
+            refuse_compiled(made)
+            virtual.name_modules(made)
         return made
 
     began = time.perf_counter()
     shorter = recipe.with_(accumulation=min(recipe.accumulation, MICRO_BATCHES))
     with virtual_gpu(card, limited=False) as virtual:
         with closing(train(replace(task, model=model), shorter, virtual.device, record_every=None)) as steps:
-            for _ in itertools.islice(steps, STEPS):
+            next(steps)
+            virtual.reset_host_peak()  # the model was built there
+            for _ in itertools.islice(steps, STEPS - 1):
                 pass
         allocated, reserved = virtual.peaks()
     return {
@@ -122,17 +127,27 @@ class Plan:
     """How often the allocator had to empty its cache to fit, which costs time."""
 
     def __post_init__(self) -> None:
-        limited = CachingAllocator(self.capacity)
-        fits = True
-        if self.unlimited > self.capacity:
-            events = self.trace.events
-            try:
-                limited.replay(zip(events.storage.tolist(), events.nbytes.tolist(), strict=True), events.moves)
-            except OutOfMemoryError:
-                fits = False
-        reserved = limited.peak_reserved if limited.retries and fits else self.unlimited
-        for name, value in (("reserved", reserved), ("fits", fits), ("retries", limited.retries if fits else 0)):
+        limited = self._replayed() if self.unlimited > self.capacity else None
+        for name, value in (
+            ("fits", limited is not None or self.unlimited <= self.capacity),
+            ("reserved", limited.peak_reserved if limited is not None else self.unlimited),
+            ("retries", limited.retries if limited is not None else 0),
+        ):
             object.__setattr__(self, name, value)
+
+    def _replayed(self, expandable_segments: bool = False) -> CachingAllocator | None:
+        """The allocator of a card of this capacity after both steps; None if it runs out of memory."""
+        allocator, events = CachingAllocator(self.capacity, expandable_segments), self.trace.events
+        try:
+            allocator.replay(zip(events.storage.tolist(), events.nbytes.tolist(), strict=True), events.moves)
+        except OutOfMemoryError:
+            return None
+        return allocator
+
+    @cached_property
+    def fits_with_expandable_segments(self) -> bool:
+        """Whether it fits with ``PYTORCH_ALLOC_CONF=expandable_segments:True``, which leaves fewer holes between blocks."""
+        return self._replayed(expandable_segments=True) is not None
 
     @property
     def capacity(self) -> int:
@@ -187,7 +202,8 @@ class Plan:
     def _verdict(self) -> str:
         sizes = f"allocated {format_bytes(self.allocated)}, reserved {format_bytes(self.reserved)}, device {format_bytes(self.device)}"
         if not self.fits:
-            return f"does not fit, {format_bytes(-self.margin)} too much; {sizes}"
+            way_out = ", but fits with PYTORCH_ALLOC_CONF=expandable_segments:True" if self.fits_with_expandable_segments else ""
+            return f"does not fit, {format_bytes(-self.margin)} too much{way_out}; {sizes}"
         tight = f" after emptying the cache {self.retries} times" if self.retries else ""
         return f"fits{tight}, {format_bytes(self.margin)} left; {sizes}"
 

@@ -89,6 +89,8 @@ class Ledger:
 
         If what it may be computed in place of is released before the next operator, it takes over that one's memory.
         """
+        if self._waiting is not None:
+            self._ask_for_memory()
         entry = self._follow(storage, device)
         self._replaced, self._waiting = in_place_of, entry
         if in_place_of is None:

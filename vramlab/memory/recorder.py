@@ -205,8 +205,10 @@ class Recorder(TorchDispatchMode):
     def _see_parameter(self, tensor: torch.Tensor, module: int) -> None:
         if is_lazy(tensor):  # no shape yet, no memory
             return
-        if tensor not in self._parameters:
+        known = tensor in self._parameters
+        if not known or module:
             self._parameters[tensor] = module
+        if not known:
             if tensor.requires_grad and tensor.is_leaf and self._undo is not None:
                 self._undo.callback(tensor.register_post_accumulate_grad_hook(self._gradient_arrives).remove)
         for storage in self._storages(tensor):

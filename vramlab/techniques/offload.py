@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from vramlab.tensors import consists_of_tensors
+
 
 class offload_activations(saved_tensors_hooks):  # noqa: N801  a context manager, named like torch's own
     """Inside this context what autograd saves for backward goes to host memory, and comes back when backward needs it.
@@ -43,7 +45,7 @@ class offload_activations(saved_tensors_hooks):  # noqa: N801  a context manager
 
     def __enter__(self) -> None:
         tensors = [*self._model.parameters(), *self._model.buffers()]
-        self._weights = {t.untyped_storage()._cdata for t in tensors if type(t) in _PLAIN and t.layout is torch.strided}
+        self._weights = {t.untyped_storage()._cdata for t in tensors if _is_plain(t)}
         super().__enter__()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -57,7 +59,7 @@ class offload_activations(saved_tensors_hooks):  # noqa: N801  a context manager
         return host.copy_(tensor, non_blocking=True), tensor.device
 
     def _moves(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not _on_device(tensor) or tensor.nbytes < self._min_bytes:
+        if not _is_plain(tensor) or not _on_device(tensor) or tensor.nbytes < self._min_bytes:
             return False
         storage = tensor.untyped_storage()
         return storage._cdata not in self._weights and tensor.nbytes <= storage.nbytes()  # an expanded one would grow
@@ -222,4 +224,6 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
-_PLAIN = (torch.Tensor, nn.Parameter)
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it has one storage of its own."""
+    return tensor.layout is torch.strided and not consists_of_tensors(type(tensor))

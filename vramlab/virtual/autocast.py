@@ -408,8 +408,14 @@ def _own_rule(dtype: torch.dtype | None, op: Any, args: Sequence[Any], kwargs: d
 
 
 def _in(dtype: torch.dtype, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The operator with its tensors, also those in lists, cast to this type."""
-    return op(*(_cast(value, dtype) for value in args), **{name: _cast(value, dtype) for name, value in kwargs.items()})
+    """The operator with its tensors, also those in lists, cast to this type: the last first, as GCC evaluates arguments."""
+    named = {name: _cast(kwargs[name], dtype) for name in sorted(kwargs, key=_position(op), reverse=True)}
+    positional = [_cast(value, dtype) for value in reversed(args)]
+    return op(*reversed(positional), **named)
+
+
+def _position(op: Any) -> Callable[[str], int]:
+    return [argument.name for argument in op._schema.arguments].index
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -24,7 +25,7 @@ from vramlab.memory.ledger import Ledger, Storage, Workspace
 from vramlab.memory.recorder import Recorder
 from vramlab.memory.trace import Category, DeviceCounters, MemoryTrace
 from vramlab.tensors import is_virtual, map_tensors, storages_of, tensors_in
-from vramlab.units import format_bytes, parse_bytes
+from vramlab.units import format_bytes, parse_bytes, round_up
 from vramlab.virtual import autocast, backend, kernels, patches
 from vramlab.virtual.values import Values
 
@@ -138,10 +139,14 @@ class VirtualGPU:
         """
         return patches.building(torch.device(device) if device is not None else self.device, self._values, self.parameter_moved)
 
+    def name_modules(self, model: torch.nn.Module) -> None:
+        """Call the model's modules in the trace by their names in it; others go by the class of the model that is called."""
+        self._mode._see_model(model)
+
     def parameter_moved(self, parameter: torch.Tensor) -> None:
         """A parameter has got memory, on a card or on the host: so it is counted as one before its model is called."""
         if isinstance(parameter, torch.nn.Parameter):
-            self._mode._see_parameter(parameter, 0)
+            self._mode._see_parameter(parameter, self._mode._parameters.get(parameter, 0))
 
     @property
     def allocators(self) -> list[CachingAllocator]:
@@ -186,6 +191,10 @@ class VirtualGPU:
     def device_peak(self, index: int = 0) -> int:
         """The most bytes in use on a card at any time: reserved, the CUDA context, and what others hold."""
         return self.peaks(index)[1] + self.card.context + self.in_use
+
+    def reset_host_peak(self) -> None:
+        """``peak_host`` starts again from what is on the host now."""
+        self._memory.peak_host = self._memory.host
 
     @property
     def reads(self) -> dict[str, int]:
@@ -284,6 +293,8 @@ class _Mode(Recorder):
         self._card, self._values, self._memory = card, values, memory
         self._fake = _Fake(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self._workspaces: dict[tuple[torch.device, bool], Workspace] = {}
+        self._kernel: list[list[int]] = []  # what the running kernel takes for itself, cut where its next output is allocated
+        self._held: list[Workspace] = []
         self.events: dict[torch.device, Any] = {}
         super().__init__(None, None, None)
 
@@ -327,8 +338,10 @@ class _Mode(Recorder):
                 f"{func} makes a sparse tensor, whose bytes depend on values, so it cannot run on a virtual GPU. Plan a dense version: "
                 "sparse=False for an embedding, which needs at least as much."
             )
+        out = kernels.kernel_outputs(func, args, kwargs, out)
         if func not in _READS:
             self._values.follow(func, args, kwargs, out, tensors)
+        self._kernel = _cut(kernels.transients(func, args, kwargs, out, self._card)) if any(map(is_virtual, tensors_in(out))) else []
         return out
 
     def _is_virtual(self, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
@@ -344,7 +357,9 @@ class _Mode(Recorder):
                 out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             return self._by_value(func, args, kwargs, tensors)
-        except UnsupportedOperatorException as error:
+        except (UnsupportedOperatorException, RuntimeError) as error:
+            if not isinstance(error, UnsupportedOperatorException) and "no fake impl" not in str(error):
+                raise
             raise NotImplementedError(
                 f"{func} has no shape function, so it cannot run on a virtual GPU. Register one with "
                 f"torch.library.register_fake({str(func).removesuffix('.default').replace('.', '::', 1)!r}), or plan a version without it."
@@ -383,26 +398,50 @@ class _Mode(Recorder):
         if not self._fake.innermost():
             return func(*args, **(kwargs or {}))  # an inner context is open: its tensors are its own
         self._now.see_line()
+        self._kernel = []
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        device = next((t.device for t in tensors_in(out) if t.device.type == backend.NAME), None)
-        if device is not None:
-            self._take_workspaces(func, args, kwargs or {}, out, device)
+        self._kernel_ends(func, args, kwargs or {}, out)
         return out
 
-    def _take_workspaces(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device: torch.device) -> None:
+    def _see_result(self, func: Any, tensor: torch.Tensor, storage: torch.UntypedStorage, args: tuple[Any, ...]) -> None:
+        if len(self._kernel) > 1:
+            self._take(self._kernel.pop(0), tensor.device)
+        super()._see_result(func, tensor, storage, args)
+
+    def _kernel_ends(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """All outputs are there; what the kernel takes after them, and the workspace of cuBLAS, which stays."""
+        device = next((t.device for t in tensors_in(out) if t.device.type == backend.NAME), None)
+        if device is None:
+            return
+        last = [nbytes for part in self._kernel for nbytes in part]
+        copies = next((i for i, nbytes in enumerate(last) if nbytes < 0), len(last))
+        self._take(last[:copies], device)
         if kernels.uses_cublas(func, args, kwargs) and (where := (device, self._now.in_backward())) not in self._workspaces:
             self._workspaces[where] = self._workspace(kernels.cublas_workspace(self._card), device)
-        held = []
-        for nbytes in kernels.transients(func, args, kwargs, out, self._card):
+        self._take(last[copies:], device)
+        self._held.clear()
+
+    def _take(self, sizes: list[int], device: torch.device) -> None:
+        for nbytes in sizes:
             if nbytes > 0:
-                held.append(self._workspace(nbytes, device))
+                self._held.append(self._workspace(nbytes, device))
             else:
-                held.remove(next(w for w in held if w.nbytes() == -nbytes))
+                self._held.remove(next(w for w in self._held if w.nbytes() == -nbytes))
 
     def _workspace(self, nbytes: int, device: torch.device) -> Workspace:
         workspace = Workspace(nbytes)
         self._ledger.made(workspace, device).category = Category.WORKSPACE
         return workspace
+
+
+def _cut(sizes: list[int]) -> list[list[int]]:
+    parts: list[list[int]] = [[]]
+    for nbytes in sizes:
+        if nbytes:
+            parts[-1].append(nbytes)
+        else:
+            parts.append([])
+    return parts
 
 
 def _read_scalar(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -418,7 +457,9 @@ def _index(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             indices.append(index)
             continue
-        if not mode._values.known(index) and func is not _aten.index.Tensor:
+        if not mode._values.known(index):
+            if func is _aten.index.Tensor:
+                raise mode._values.unknown(func)
             return args[0] if func._schema.is_mutable else mode._compute(_aten.clone.default, args[:1], {}, [args[0]])
         with mode.again():
             places = torch.nonzero(index).unbind(1)
@@ -465,12 +506,66 @@ def _finite_check(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[st
         return func(*args, **kwargs)
 
 
+def _laid_out(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator for which PyTorch's shape function chooses another order in memory than CUDA: what follows copies, or need not."""
+    layout = _LAYOUTS[func](*args)
+
+    def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() != {torch.channels_last: 4, torch.channels_last_3d: 5}.get(layout, tensor.dim()):
+            return tensor  # the gradient of a bias
+        with mode._fake:
+            return tensor.contiguous(memory_format=layout)
+
+    return map_tensors(laid_out, mode._compute(func, args, kwargs, tensors_in((args, kwargs))))
+
+
+def _contiguous(*args: Any) -> torch.memory_format:
+    """``native/cuda/layer_norm_kernel.cu``, ``native/SoftMax.cpp``, ``native/Loss.cpp``, ``native/GatedLinearUnit.cpp``."""
+    return torch.contiguous_format
+
+
+def _of_convolution(input: torch.Tensor, weight: torch.Tensor, *args: Any) -> torch.memory_format:  # noqa: A002
+    """Channels last if input or weight are: ``native/ConvUtils.h``, ``cudnn_conv_suggest_memory_format``."""
+    if torch.backends.cudnn.enabled and torch.float64 not in (input.dtype, weight.dtype) and weight.dim() in (4, 5):
+        for layout in map(suggest_memory_format, (input, weight)):
+            if layout is not torch.contiguous_format:
+                return layout
+    return torch.contiguous_format
+
+
+_LAYOUTS: dict[Any, Any] = {
+    _aten.convolution.default: _of_convolution,
+    _aten.convolution_backward.default: lambda grad, *args: _of_convolution(*args),
+    **dict.fromkeys((_aten.native_layer_norm_backward.default, _aten.glu_backward.default), _contiguous),
+    **dict.fromkeys((_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default), _contiguous),
+    **dict.fromkeys((_aten.mse_loss_backward.default, _aten.smooth_l1_loss_backward.default), _contiguous),
+}
+
+
+def _grouped_product(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Experts' products. CUDA takes float32 too, which PyTorch's shape function refuses, and begins rows at multiples of 16 bytes.
+
+    Reference: ``native/GroupedMMUtils.h``, ``_grouped_mm_validate_inputs``, ``create_grouped_gemm_output_tensor``.
+    """
+    one, other = args[:2]
+    if one.dtype != torch.float32 or other.dtype != torch.float32:
+        mode._compute(func, args, kwargs, tensors_in((args, kwargs)))  # it raises where CUDA does
+    size = [one.size(-2), other.size(-1)]
+    if one.dim() == other.dim():
+        size.insert(0, one.size(0) if one.dim() == 3 else args[2].size(0))
+    row = round_up(size[-1] * one.element_size(), 16) // one.element_size()
+    with mode._fake:
+        return torch.empty_strided(size, [size[-2] * row, row, 1][-len(size) :], dtype=one.dtype, device=one.device)
+
+
 def _overloads(name: str) -> list[Any]:
     packet = getattr(_aten, name)
     return [getattr(packet, overload) for overload in packet.overloads() if "out" not in overload]
 
 
 _SPECIAL: dict[Any, Any] = {
+    **dict.fromkeys(_LAYOUTS, _laid_out),
+    _aten._grouped_mm.default: _grouped_product,
     _aten._local_scalar_dense.default: _read_scalar,
     _aten.copy_.default: _copy,
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _finite_check,

@@ -58,9 +58,10 @@ class Values:
             return
         if func in _OF_SHAPE:  # the first one's values do not matter
             args, tensors = (torch.empty((), dtype=args[0].dtype).expand(args[0].shape), *args[1:]), tensors[1:]
-        if func in _OVERWRITES and is_virtual(args[0]) and not self.known(args[0]) and all(map(self.known, tensors[1:])):
+        if func in _OVERWRITES and not self.known(args[0]) and _is_whole(args[0]) and all(map(self.known, tensors[1:])):
             self.learn(args[0], self.on_twins(func, (torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:]), kwargs))
-        elif all(map(self.known, tensors)):
+            return
+        if all(map(self.known, tensors)):
             new = [t for t in results if _key(t) not in self._twins]
             if (written or new) and all(map(_worth_knowing, results)) and self._compute(func, args, kwargs, out):
                 return
@@ -172,6 +173,16 @@ class Values:
 
 def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0  # of no storage
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all that is in its storage."""
+    elements = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1):
+        if stride != elements:
+            return False
+        elements *= size
+    return elements * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _worth_knowing(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,152 @@
+"""Run rows of the judge in this process: on the judge's card ("real"), or on a virtual one ("virtual").
+
+Reads rows as JSON from stdin, one a line, and writes what each allocated, one JSON object a line. Each row runs in a process of
+its own, forked after the imports, so that none finds memory or settings of another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import vramlab as vl
+from vramlab import gpus
+from vramlab.training import train
+
+CARDS = {  # resident threads of a multiprocessor, bytes of shared memory that a block may ask for
+    "H100 SXM": (2048, 232448),
+    "A100 80GB": (2048, 166912),
+    "RTX 4090": (1536, 101376),
+    "RTX 3090": (1536, 101376),
+    "RTX 5090": (1536, 101376),
+    "T4": (1024, 65536),
+}
+"""Beside what `vramlab.gpus` knows. Source: CUDA C++ Programming Guide, technical specifications per compute capability."""
+
+STEPS = 2
+Row = dict[str, Any]
+Event = tuple[int, str]
+"""Bytes asked for, negative when they are given back; and what did it."""
+
+
+# What runs, on either side -------------------------------------------------------------------------------------------
+
+
+def run(row: Row, device: torch.device, building: Callable[[], Any]) -> Iterator[list[int]]:
+    """After each step: peak allocated, peak reserved, and allocated between steps."""
+    card = torch.get_device_module(device)
+    if "task" in row:
+        family, size, options = row["task"]
+        task = getattr(vl.tasks, family)(size, **options)
+        with contextlib.closing(train(task, vl.Recipe(**row["recipe"]), device, record_every=None)) as steps:
+            for report in itertools.islice(steps, STEPS):
+                yield [report.counters.allocated, report.counters.reserved, card.memory_allocated()]
+    else:
+        import library
+
+        yield from library.run(row, device, building)
+
+
+# The judge's card ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_initialisation() -> Iterator[None]:
+    """Nothing is computed, so host memory of models need not be touched: those of any size are built at once."""
+
+    def leave(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor
+
+    functions = {n: f for n, f in vars(nn.init).items() if n.endswith("_") and callable(f)}
+    for name in functions:
+        setattr(nn.init, name, leave)
+    try:
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(nn.init, name, function)
+
+
+def real(row: Row, trace: bool) -> dict[str, Any]:
+    card = gpus.gpu(row["card"])
+    ctypes.CDLL("shim.so").judge_card(*card.capability, card.sms, *CARDS[row["card"]])
+    if trace:
+        torch.cuda.memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=1 << 24)
+    with no_initialisation():
+        steps = list(run(row, torch.device("cuda"), contextlib.nullcontext))
+    result: dict[str, Any] = {"steps": steps}
+    if trace:
+        result["events"] = list(_events_of(torch.cuda.memory._snapshot()["device_traces"][0]))
+    return result
+
+
+def _events_of(history: list[dict[str, Any]]) -> Iterator[Event]:
+    for event in history:
+        if event["action"] in ("alloc", "free_requested"):
+            frames = [f"{f['filename'].rpartition('/')[2]}:{f['line']}" for f in event.get("frames", [])]
+            yield event["size"] * (1 if event["action"] == "alloc" else -1), " < ".join(frames[:4])
+
+
+# The virtual card ----------------------------------------------------------------------------------------------------
+
+
+def virtual(row: Row, trace: bool) -> dict[str, Any]:
+    from vramlab.virtual.device import virtual_gpu
+
+    with virtual_gpu(row["card"], limited=False) as gpu:
+        result: dict[str, Any] = {"steps": list(run(row, gpu.device, gpu.building))}
+    if trace:
+        result["events"] = list(_planned_events(gpu.trace.events))
+    return result
+
+
+def _planned_events(events: Any) -> Iterator[Event]:
+    assert events.line is not None
+    for i, nbytes in enumerate(events.nbytes.tolist()):
+        if nbytes and i not in events.moves and i + 1 not in events.moves:
+            line = events.lines[events.line[i]].rpartition("/")[2]
+            yield nbytes, f"{events.operators[events.operator[i]]} {line}"
+
+
+# Rows ----------------------------------------------------------------------------------------------------------------
+
+
+def answer(side: Callable[[Row, bool], dict[str, Any]], row: Row, trace: bool) -> dict[str, Any]:
+    began = time.perf_counter()
+    try:
+        result = side(row, trace)
+    except Exception as error:
+        result = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+    return {"id": row["id"], **result, "seconds": round(time.perf_counter() - began, 2)}
+
+
+def main() -> None:
+    side, trace = {"real": real, "virtual": virtual}[sys.argv[1]], "--events" in sys.argv
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for line in sys.stdin:
+        row = json.loads(line)
+        child = os.fork()
+        if child:
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if code:
+                print(json.dumps({"id": row["id"], "error": f"the process ended with {code}"}), flush=True)
+            continue
+        print(json.dumps(answer(side, row, trace)), flush=True)
+        os._exit(0)  # at exit torch would unload a driver that it never had
+
+
+if __name__ == "__main__":
+    main()
