@@ -22,7 +22,7 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ class OnCard:
     """A `workloads.Place` on a virtual card. ``requested`` counts what was asked for, not the blocks that were handed out."""
 
     def __init__(self, gpu: Any, requested: bool) -> None:
-        self.gpu, self.device, self._sizes = gpu, gpu.device, {} if requested else None
+        self.gpu, self.device, self.requested = gpu, gpu.device, requested
+        self._sizes: dict[Any, int] = {}
         self._now = self._peak = 0
         if requested:
             self._count(gpu.allocators[0])
@@ -69,10 +70,10 @@ class OnCard:
         return self.gpu.building()
 
     def allocated(self) -> int:
-        return self._now if self._sizes is not None else self.gpu.allocated
+        return self._now if self.requested else self.gpu.allocated
 
     def peak(self) -> int:
-        return self._peak if self._sizes is not None else self.gpu.peak_allocated
+        return self._peak if self.requested else self.gpu.peak_allocated
 
     def reset(self) -> None:
         self._peak = self._now
@@ -157,7 +158,8 @@ def ask(python: str, rows: list[Row], rivals: bool) -> Iterator[dict[str, Any]]:
             errors.seek(0)
             said = errors.read().strip().splitlines()
         if left:
-            yield {"id": left.pop(0)["id"], "error": f"the process ended with {worker.returncode}: {said[-1] if said else 'without a word'}"[:400]}
+            word = said[-1] if said else "without a word"
+            yield {"id": left.pop(0)["id"], "error": f"the process ended with {worker.returncode}: {word}"[:400]}
 
 
 def interpreters(rows: list[Row], own: str, others: dict[str, str]) -> tuple[dict[str, list[Row]], dict[str, str]]:
@@ -183,6 +185,7 @@ def interpreters(rows: list[Row], own: str, others: dict[str, str]) -> tuple[dic
 def scored(row: Row, found: dict[str, Any]) -> dict[str, Any]:
     """A row's facts and what was found, with its error; of a run that ran out of memory the verdict alone counts."""
     result = {key: row[key] for key in ("id", "source", "table", "name", "card", "quantity", "bytes", "out_of_memory")}
+    result["confidence"] = row.get("confidence")  # of published figures: can the run be rebuilt from what is published?
     result |= {key: found[key] for key in ("predicted", "fits", "parameters", "seconds", "error") if key in found}
     result["others"] = row["others"] | found.get("others", {})
     if "predicted" in found and not row["out_of_memory"]:
@@ -242,12 +245,16 @@ def summary(rows: list[dict[str, Any]], tool: str) -> dict[str, Any] | None:
 
 
 def tables(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summaries by source, of all tools, and of vramlab by model."""
+    """Summaries by source and over sources, of all tools, and of vramlab by model."""
     tools = ["vramlab", *dict.fromkeys(tool for row in rows for tool in row["others"])]
     found: dict[str, Any] = {}
-    for name in dict.fromkeys(row["table"] for row in rows):
-        of_table = [row for row in rows if row["table"] == name]
-        models = dict.fromkeys(row["name"] for row in of_table)
+    groups = {name: [row for row in rows if row["table"] == name] for name in dict.fromkeys(row["table"] for row in rows)}
+    groups["xMem grid, all"] = [row for row in rows if row["table"].startswith("xMem grid")]
+    for confidence in ("high", "medium"):
+        groups[f"published, {confidence} confidence"] = [row for row in rows if row["confidence"] == confidence]
+    for name, of_table in groups.items():
+        single = name in {row["table"] for row in of_table}
+        models = dict.fromkeys(row["name"] for row in of_table if single)
         found[name] = {
             "tools": {tool: s for tool in tools if (s := summary(of_table, tool))},
             "models": {model: s for model in models if (s := summary([r for r in of_table if r["name"] == model], "vramlab"))},
@@ -280,7 +287,8 @@ def main() -> None:
     if arguments.worker:
         return work(arguments.rivals)
     facts = json.loads(FACTS.read_text())
-    chosen = [row for row in facts["rows"] if not arguments.only or any(text in row["id"] or text in row["table"] for text in arguments.only)]
+    texts = arguments.only or [""]
+    chosen = [row for row in facts["rows"] if any(text in row["id"] or text in row["table"] for text in texts)]
     by_python, skipped = interpreters(chosen, sys.executable, dict(given.split("=", 1) for given in arguments.python))
     known = {row["id"]: row for row in chosen}
     results = earlier() if arguments.merge else {}
@@ -294,7 +302,8 @@ def main() -> None:
     done = tables([row for row in rows if "error" not in row])
     show(done)
     failed = [row["id"] for row in rows if "error" in row]
-    print(f"\n{len(rows)} rows, {len(failed)} failed, {len(skipped)} skipped, {len(facts['not_scored'])} not scored for reasons in {FACTS.name}")
+    reasons = f"{len(facts['not_scored'])} not scored for reasons in {FACTS.name}"
+    print(f"\n{len(rows)} rows, {len(failed)} failed, {len(skipped)} skipped, {reasons}")
     measure.write("accuracy", {"tables": done, "skipped": skipped, "rows": rows})
     return None
 

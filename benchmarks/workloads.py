@@ -181,7 +181,7 @@ def grid_images(place: Place, model: nn.Module, /, *, optimizer: str, batch: int
             chosen.zero_grad()
         loss.backward()
         chosen.step()
-        _, predicted = torch.max(outputs, 1)
+        _, _predicted = torch.max(outputs, 1)
         if zero_grad == 2:
             chosen.zero_grad()
 
@@ -382,26 +382,25 @@ def course_model(*, size: str, context: int, segment: int = 0, **_: Any) -> nn.M
     return architectures.CourseLM(size, context, segment)
 
 
-def course_forward(place: Place, model: nn.Module, tokens: Tensor, targets: Tensor | None, amp: bool) -> tuple[Tensor, Tensor | None]:
-    with torch.autocast(place.device.type, dtype=torch.bfloat16, enabled=amp):
-        output = model(tokens)
-        return output, course_loss(output, targets) if targets is not None else None
-
-
-course_loss = architectures.course_loss
+def course_autocast(place: Place, amp: bool) -> AbstractContextManager[Any]:
+    return torch.autocast(place.device.type, dtype=torch.bfloat16, enabled=amp)
 
 
 def course_training(place: Place, model: nn.Module, /, *, context: int, batch: int = 4, amp: bool = False, **_: Any) -> int:
     """A step to warm up, then one that is measured, with output and gradients of the first dropped; inputs for six stay."""
     optimizer = architectures.CourseAdamW(model.parameters())
     tokens, targets = (token_ids(6, batch, context).to(place.device) for _ in range(2))
-    output, loss = course_forward(place, model, tokens[0], targets[0], amp)
+    with course_autocast(place, amp):
+        output = model(tokens[0])
+        loss = architectures.course_loss(output, targets[0])
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     del output, loss
     place.reset()
-    output, loss = course_forward(place, model, tokens[5], targets[5], amp)
+    with course_autocast(place, amp):
+        output = model(tokens[5])
+        loss = architectures.course_loss(output, targets[5])
     loss.backward()
     optimizer.step()
     return place.peak()
@@ -412,9 +411,10 @@ def course_inference(place: Place, model: nn.Module, /, *, context: int, batch: 
     model.eval()
     tokens = token_ids(6, batch, context).to(place.device)
     with torch.inference_mode():
-        course_forward(place, model, tokens[0], None, amp)
-        place.reset()
-        course_forward(place, model, tokens[5], None, amp)
+        for step in range(2):
+            place.reset()
+            with course_autocast(place, amp):
+                model(tokens[step])
     return place.peak()
 
 
@@ -430,8 +430,8 @@ def course_graph(place: Place, model: nn.Module, /, *, context: int, batch: int 
     tokens = token_ids(batch, context).to(place.device)
     for _step in range(2):
         place.reset()
-        output, _loss = course_forward(place, model, tokens, None, amp)
-        del output
+        with course_autocast(place, amp):
+            model(tokens)
     return place.peak()
 
 

@@ -6,7 +6,7 @@ The virtual card is opened in processes of their own, as the benchmark does it.
 from __future__ import annotations
 
 import gzip
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -144,7 +144,8 @@ def row(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("ran_out", "fits", "right", "error"), [(False, True, True, 0.02), (False, False, False, 0.02), (True, False, True, None), (True, True, False, None)]
+    ("ran_out", "fits", "right", "error"),
+    [(False, True, True, 0.02), (False, False, False, 0.02), (True, False, True, None), (True, True, False, None)],
 )
 def test_a_run_that_ran_out_is_scored_by_its_verdict_alone(ran_out: bool, fits: bool, right: bool, error: float | None) -> None:
     found = accuracy.scored(row(out_of_memory=ran_out), {"predicted": 1_020, "fits": fits, "seconds": 1.0})
@@ -158,6 +159,13 @@ def test_summaries_count_errors_and_verdicts_of_each_tool() -> None:
     assert (ours["rows"], ours["median"], ours["p90"], ours["greatest"]) == (4, pytest.approx(0.1), 1.0, 1.0)
     assert (ours["verdicts"], ours["verdicts_wrong"], ours["median_seconds"]) == (4, 0, 2.0)
     assert accuracy.tables(found)["t"]["tools"]["xMem"]["median"] == pytest.approx(0.11)
+
+
+def test_published_figures_are_summed_up_by_confidence_over_their_tables() -> None:
+    given = [row(table=t, confidence=c) for t, c in (("t", "high"), ("u", "high"), ("u", "medium"))]
+    found = accuracy.tables([accuracy.scored(r, {"predicted": 1_000, "fits": True, "seconds": 1.0}) for r in given])
+    counts = {name: group["tools"]["vramlab"]["rows"] for name, group in found.items() if group["tools"]}
+    assert counts == {"t": 1, "u": 2, "published, high confidence": 2, "published, medium confidence": 1}
 
 
 def test_a_tool_that_says_fits_for_a_run_that_ran_out_is_told() -> None:
@@ -214,9 +222,7 @@ def test_a_run_that_ran_out_of_memory_does_not_fit() -> None:
 def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """A function of this module, in a new process; gives what it returns."""
     code = f"import json, test_accuracy; print(json.dumps(test_accuracy.{function.__name__}(*{arguments!r})))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -207,7 +207,13 @@ def test_offloaded_memory_is_counted_on_the_host() -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("checkpointing", "blocks"), ("checkpointing", "selective"), ("precision", "bf16"), ("optimizer_in_backward", True), ("loss_chunks", 8)],
+    [
+        ("checkpointing", "blocks"),
+        ("checkpointing", "selective"),
+        ("precision", "bf16"),
+        ("optimizer_in_backward", True),
+        ("loss_chunks", 8),
+    ],
 )
 def test_each_technique_lowers_the_peak(option: str, value: Any) -> None:
     base = {"micro_batch": 1 if "optimizer" in option else 16, "optimizer_impl": "loop"}
@@ -423,7 +429,11 @@ def test_nothing_changes_in_the_process_that_plans() -> None:
         print("the same")
     """
     result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300, env={**os.environ, "VRAMLAB_DEVICE": "cpu"}
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "VRAMLAB_DEVICE": "cpu"},
     )
     assert result.stdout.strip().endswith("the same"), result.stdout + result.stderr
 

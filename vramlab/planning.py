@@ -84,12 +84,13 @@ def trace_steps(task: Task, recipe: Recipe, card: GPU) -> dict[str, Any]:
             virtual.reset_host_peak()  # the model was built there
             for _ in itertools.islice(steps, STEPS - 1):
                 pass
+            trace = MemoryTrace(virtual.trace.events, str(card))  # now, before the model goes
         allocated, reserved = virtual.peaks()
     return {
         "allocated": allocated,
         "unlimited": reserved,
         "host": virtual.peak_host,
-        "trace": MemoryTrace(virtual.trace.events, str(card), virtual.trace.counters),
+        "trace": trace,
         "reads": virtual.reads,
         "seconds": time.perf_counter() - began,
     }
@@ -177,14 +178,14 @@ class Plan:
 
     @property
     def cause(self) -> dict[str, str]:
-        """What was running when the peak was reached: phase, operator, module, and the line of code (of its forward)."""
+        """What was running when the peak was reached: phase, operator, module (empty outside of all), and line (of its forward)."""
         events = self.trace.events
         i = self.trace.peak_event
         assert events.line is not None
         return {
             "phase": Phase(events.phase[i]).label,
             "operator": events.operators[events.operator[i]],
-            "module": events.modules[events.module[i]] or "outside modules",
+            "module": events.modules[events.module[i]],
             "line": events.lines[events.line[i]],
         }
 
@@ -211,7 +212,8 @@ class Plan:
         cause = self.cause
         title = html.escape(f"{self.task.name}: {self.recipe}, planned for {self.gpu}")
         color = "#009E73" if self.fits else "#D55E00"
-        where = html.escape(f"Peak in {cause['phase']}: {cause['operator']} in {cause['module']}, {cause['line']}")
+        module = f"in {cause['module']}" if cause["module"] else "outside modules"
+        where = html.escape(f"Peak in {cause['phase']}: {cause['operator']} {module}, {cause['line']}")
         host = f"<br>offloaded to host memory: {format_bytes(self.host)}" if self.host else ""
         return (
             f"<div style='max-width:46em'><p><b>{title}</b><br><b style='color:{color}'>{html.escape(self._verdict())}</b></p>"
@@ -220,7 +222,11 @@ class Plan:
 
     def _bar(self) -> str:
         """One bar of what is in use, with a line where the card ends, and its legend."""
-        colors = {c.label: c.color for c in Category} | {"cached by the allocator": "#DDDDDD", "CUDA context": "#555555", "others": "#333333"}
+        colors = {c.label: c.color for c in Category} | {
+            "cached by the allocator": "#DDDDDD",
+            "CUDA context": "#555555",
+            "others": "#333333",
+        }
         full = max(self.device, self.gpu.memory)
         pieces = "".join(
             f"<div title='{label}: {format_bytes(n)}' style='background:{colors[label]};width:{100 * n / full:.3f}%'></div>"

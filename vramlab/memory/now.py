@@ -20,18 +20,34 @@ def users_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        machinery = _machinery.get(code)
-        if machinery is None:
-            machinery = _machinery[code] = code.co_filename.startswith(_MACHINERY)
-        if not machinery:
-            return f"{code.co_filename}:{frame.f_lineno}"
+        name = _names.get(code)
+        if name is None:
+            name = _names[code] = _short_name(code.co_filename)
+        if name:
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
 
+def _short_name(file: str) -> str:
+    """A file as its reader knows it: relative to where it is imported from; empty for machinery."""
+    if file.startswith(_MACHINERY):
+        return ""
+    path = Path(file)
+    if path.parent.name.startswith("ipykernel_"):
+        return "notebook cell"
+    homes = [home for home in (Path.cwd(), *map(Path, filter(None, sys.path))) if path.is_relative_to(home)]
+    return str(path.relative_to(max(homes, key=lambda home: len(home.parts)))) if homes else file
+
+
 _PACKAGE = Path(__file__).parents[1]
-_MACHINERY = (str(Path(torch.__file__).parent), "<frozen", "<string>", *(str(_PACKAGE / part) for part in ("memory", "virtual", "training.py", "planning.py", "experiments.py")))
-_machinery: dict[CodeType, bool] = {}
+_MACHINERY = (
+    str(Path(torch.__file__).parent),
+    "<frozen",
+    "<string>",
+    *(str(_PACKAGE / part) for part in ("memory", "virtual", "training.py", "planning.py", "experiments.py")),
+)
+_names: dict[CodeType, str] = {}
 
 
 class Now:

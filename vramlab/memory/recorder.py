@@ -253,14 +253,22 @@ class Recorder(TorchDispatchMode):
             if entry.nbytes != storage.nbytes():
                 self._ledger.resized(storage)
         del tensors, arguments
-        for tensor in tensors_in(out):
+        for tensor in self._results(func, out):
             for storage in self._storages(tensor):
                 if self._ledger.entry(storage) is None:
+                    self._before_result(tensor)
                     self._see_result(func, tensor, storage, args)
         return out
 
     def _run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
         return func(*args, **kwargs)
+
+    def _results(self, func: Any, out: Any) -> list[torch.Tensor]:
+        """The tensors that an operator returned, in the order in which they got memory."""
+        return tensors_in(out)
+
+    def _before_result(self, tensor: torch.Tensor) -> None:
+        """A tensor that an operator returned is about to be counted."""
 
     def _storages(self, tensor: torch.Tensor) -> list[torch.UntypedStorage]:
         """The memory behind a tensor that this recorder follows."""

@@ -275,6 +275,13 @@ class MemoryTrace:
             rounded[i] = round_up(held[storage], block) - round_up(before, block)
         return MemoryTrace(replace(events, nbytes=rounded), self.device, self.counters)
 
+    def last_step(self) -> MemoryTrace:
+        """The last optimizer step alone: what was there before it counts as having existed before. Without two steps: the whole trace."""
+        events = self.events
+        if len(events.steps) < 2:
+            return self
+        return MemoryTrace(replace(events, seeds=events.steps[-2][0]), self.device, self.counters)
+
     def _live(self, at: str | int) -> pd.DataFrame:
         """One row for each storage alive at a moment, with what allocated it."""
         import pandas as pd

@@ -16,6 +16,7 @@ from matplotlib.patches import Patch
 from vramlab.experiments import Comparison, Run, recipe_labels
 from vramlab.memory.trace import Category, MemoryBreakdown, MemoryTrace
 from vramlab.notebook.style import Picture, byte_unit, styled
+from vramlab.planning import Plan
 from vramlab.units import format_bytes
 
 PHASE_SHADES = {"forward": "#ffffff", "backward": "#f1f3f5", "step": "#e3e7ea", "build": "#fafafa"}
@@ -24,7 +25,7 @@ POINTS = 2000  # more than a picture has columns
 
 
 def plot(thing: Any, ax: Axes | None = None) -> Picture | Axes:
-    """Draw a MemoryTrace, MemoryBreakdown, Run or Comparison.
+    """Draw a MemoryTrace, MemoryBreakdown, Run, Comparison or Plan.
 
     Args:
         thing: what to draw.
@@ -42,7 +43,7 @@ def plot(thing: Any, ax: Axes | None = None) -> Picture | Axes:
 
 @singledispatch
 def _plot(thing: Any, ax: Axes | None) -> Picture | Axes:
-    raise TypeError(f"plot() draws a MemoryTrace, MemoryBreakdown, Run or Comparison, got {type(thing).__name__}.")
+    raise TypeError(f"plot() draws a MemoryTrace, MemoryBreakdown, Run, Comparison or Plan, got {type(thing).__name__}.")
 
 
 @_plot.register
@@ -82,6 +83,19 @@ def _(run: Run, ax: Axes | None) -> Picture | Axes:
     draw_series(loss, "loss", [r.step for r in run.reports], run.losses)
     draw_legend(picture, [run.trace])
     picture.summary = f"{run.task.name}, {run.recipe}: peak {format_bytes(run.peak or 0)}."
+    return picture
+
+
+@_plot.register
+def _(plan: Plan, ax: Axes | None) -> Picture | Axes:
+    trace = plan.trace.last_step()
+    if ax is not None:
+        return draw_capacity(draw_timeline(ax, trace), plan)
+    picture = Picture(9, 3.4)
+    (ax,) = picture.axes_row(1)
+    draw_capacity(draw_timeline(ax, trace), plan)
+    draw_legend(picture, [trace.breakdown()])
+    picture.summary = repr(plan)
     return picture
 
 
@@ -128,6 +142,19 @@ def draw_timeline(ax: Axes, trace: MemoryTrace) -> Axes:
             fontweight="bold",
         )
     ax.set(xlim=(0, max(1, len(frame) - 1)), ylim=(0, top or 1), xlabel="allocations and releases", ylabel=f"allocated ({name})")
+    return ax
+
+
+def draw_capacity(ax: Axes, plan: Plan) -> Axes:
+    """A line where the card ends, if it is within reach of the picture."""
+    unit, _ = byte_unit(plan.trace.last_step().peak)
+    end, top = plan.capacity / unit, ax.get_ylim()[1]
+    if end < 2.5 * top:
+        ax.set_ylim(0, max(top, end * 1.15))
+        ax.axhline(end, color="#D55E00", linewidth=1.5, linestyle="--")
+        ax.annotate(
+            f"{plan.gpu.name}: {format_bytes(plan.capacity)} for PyTorch", (0, end), (4, 3), textcoords="offset points", color="#D55E00"
+        )
     return ax
 
 

@@ -403,10 +403,12 @@ class _Mode(Recorder):
         self._kernel_ends(func, args, kwargs or {}, out)
         return out
 
-    def _see_result(self, func: Any, tensor: torch.Tensor, storage: torch.UntypedStorage, args: tuple[Any, ...]) -> None:
+    def _results(self, func: Any, out: Any) -> list[torch.Tensor]:
+        return kernels.in_order(func, tensors_in(out))
+
+    def _before_result(self, tensor: torch.Tensor) -> None:
         if len(self._kernel) > 1:
             self._take(self._kernel.pop(0), tensor.device)
-        super()._see_result(func, tensor, storage, args)
 
     def _kernel_ends(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """All outputs are there; what the kernel takes after them, and the workspace of cuBLAS, which stays."""
@@ -446,6 +448,12 @@ def _cut(sizes: list[int]) -> list[list[int]]:
 
 def _read_scalar(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return mode._values.read(func, args[0])
+
+
+def _attention(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In inference mode it comes here whole: what it is made of, as on a card."""
+    with mode.again():
+        return kernels.attention(*args, **kwargs, capability=mode._card.capability)
 
 
 def _index(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -548,6 +556,12 @@ def _grouped_product(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict
     Reference: ``native/GroupedMMUtils.h``, ``_grouped_mm_validate_inputs``, ``create_grouped_gemm_output_tensor``.
     """
     one, other = args[:2]
+    if (capability := mode._card.capability) < (8, 0):
+        raise NotImplementedError(
+            f"PyTorch multiplies groups of rows ({func}) on cards of compute capability 8.0 and later, and this one has "
+            f"{'.'.join(map(str, capability))}: libraries take another way on it. Ask for it by name: in transformers, "
+            "experts_implementation='batched_mm'."
+        )
     if one.dtype != torch.float32 or other.dtype != torch.float32:
         mode._compute(func, args, kwargs, tensors_in((args, kwargs)))  # it raises where CUDA does
     size = [one.size(-2), other.size(-1)]
@@ -567,6 +581,7 @@ _SPECIAL: dict[Any, Any] = {
     **dict.fromkeys(_LAYOUTS, _laid_out),
     _aten._grouped_mm.default: _grouped_product,
     _aten._local_scalar_dense.default: _read_scalar,
+    _aten.scaled_dot_product_attention.default: _attention,
     _aten.copy_.default: _copy,
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _finite_check,
     _aten.masked_select.default: _masked_select,

@@ -479,7 +479,7 @@ def transients(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[st
 
     Returns:
         Bytes: positive for an allocation, negative when one of that size is freed. What has no negative counterpart is freed
-        at the end.
+        at the end. 0 stands where the operator's next output is allocated; without it, the outputs come first.
 
     Not modelled, because the sizes are not in PyTorch's sources: what cuDNN's plans ask for (convolutions, its attention,
     RNNs), and the scratch of cub's sorts and scans beyond the copies they sort into. ``transients`` is empty there, so what
@@ -515,6 +515,17 @@ def _copied(*tensors: torch.Tensor | None) -> list[int]:
 
 def _freed(sizes: Sequence[int]) -> list[int]:
     return [*sizes, *(-size for size in sizes)]
+
+
+def _around(sizes: Sequence[int]) -> list[int]:
+    """Allocated before the output, freed after it."""
+    return [*sizes, 0, *(-size for size in sizes)]
+
+
+def in_order(func: torch._ops.OpOverload, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """An operator's outputs in the order in which its CUDA kernel allocates them."""
+    order = _ORDER.get(func)
+    return outputs if order is None or len(order) != len(outputs) else [outputs[i] for i in order]
 
 
 def _deterministic() -> bool:
@@ -722,9 +733,10 @@ def _readable(matrix: torch.Tensor) -> bool:
     return (down == 1 and along >= max(1, rows)) or (along == 1 and down >= max(1, columns))
 
 
-def _copies(*names: str) -> _Handler:
+def _copies(*names: str, before: bool = False) -> _Handler:
     """A handler for kernels that read contiguous inputs alone (``native/cuda/SoftMax.cu``, ``native/Embedding.cpp``)."""
-    return lambda a, out, card: _freed(_copied(*(a[name] for name in names)))
+    freed = _around if before else _freed
+    return lambda a, out, card: freed(_copied(*(a[name] for name in names)))
 
 
 def _softmax_backward(a: dict[str, Any], out: torch.Tensor, card: GPU) -> list[int]:
@@ -983,6 +995,11 @@ def _one(itemsize: int) -> int:
     return 1
 
 
+_ORDER = {
+    aten._scaled_dot_product_efficient_attention.default: (2, 3, 0, 1),
+}
+"""Outputs that are not allocated in the order in which they are returned, by what comes first."""
+
 _HANDLERS: dict[torch._ops.OpOverload, _Handler] = {
     aten._scaled_dot_product_flash_attention.default: _flash_forward,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
@@ -994,7 +1011,7 @@ _HANDLERS: dict[torch._ops.OpOverload, _Handler] = {
     **dict.fromkeys((aten._softmax.default, aten._log_softmax.default), _copies("self")),
     aten._log_softmax_backward_data.default: _copies("grad_output", "output"),
     aten._softmax_backward_data.default: _softmax_backward,
-    aten.embedding.default: _copies("indices"),
+    aten.embedding.default: _copies("indices", before=True),
     aten.convolution_backward.default: _convolution_backward,
     aten.logsumexp.default: _log_sum_exp,
     aten._foreach_norm.Scalar: _norms,

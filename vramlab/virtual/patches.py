@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -52,9 +53,19 @@ def patched(values: Values) -> Iterator[None]:
         put(FakeTensor, "__repr__", _repr(values, FakeTensor.__repr__))
         put(FakeTensor, "__deepcopy__", _deepcopy(FakeTensor.__deepcopy__))
         put(FakeTensor, "__reduce_ex__", _reduce(FakeTensor.__reduce_ex__))
+        if (accelerate := sys.modules.get("accelerate.state")) is not None:
+            put(accelerate.PartialState, "__init__", _no_accelerate)
         for module in (torch.autograd.graph, torch.autograd):
             put(module, "_engine_run_backward", _run_backward(torch.autograd.graph._engine_run_backward))
         yield
+
+
+def _no_accelerate(state: Any, *args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "accelerate, and transformers.Trainer which builds on it, take the device that torch.cuda names, here the CPU: the model would be "
+        "trained there and nothing counted on the virtual GPU. Write the step without it: model, optimizer, loss.backward() and "
+        "optimizer.step() as a plain loop on gpu.device."
+    )
 
 
 class _Others(type):

@@ -479,7 +479,7 @@ def shared() -> Planner:
     global _shared
     with _shared_lock:
         if _shared is None:
-            _shared = Planner()
+            _shared = Planner(preload=("torch", "vramlab.virtual.device"))
         return _shared
 
 
