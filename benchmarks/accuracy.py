@@ -185,6 +185,7 @@ def interpreters(rows: list[Row], own: str, others: dict[str, str]) -> tuple[dic
 def scored(row: Row, found: dict[str, Any]) -> dict[str, Any]:
     """A row's facts and what was found, with its error; of a run that ran out of memory the verdict alone counts."""
     result = {key: row[key] for key in ("id", "source", "table", "name", "card", "quantity", "bytes", "out_of_memory")}
+    result["seconds_of_xmem"] = row.get("seconds_of_xmem")  # on its authors' machine
     result["confidence"] = row.get("confidence")  # of published figures: can the run be rebuilt from what is published?
     result |= {key: found[key] for key in ("predicted", "fits", "parameters", "seconds", "error") if key in found}
     result["others"] = row["others"] | found.get("others", {})
@@ -229,7 +230,8 @@ def summary(rows: list[dict[str, Any]], tool: str) -> dict[str, Any] | None:
     if not errors and not verdicts:
         return None
     signed = [e for row in rows if (e := tool_error(row, tool)) is not None]
-    seconds = [row["seconds"] for row in rows if "seconds" in row] if tool == "vramlab" else []
+    clock = {"vramlab": "seconds", "xMem": "seconds_of_xmem"}.get(tool, "")
+    seconds = [row[clock] for row in rows if row.get(clock) is not None]
     unsafe = [row for row in rows if row["out_of_memory"] and tool_verdict(row, tool) is False]
     return {
         "rows": len(errors),
@@ -295,7 +297,8 @@ def main() -> None:
     for python, rows in by_python.items():
         for found in ask(python, rows, arguments.rivals):
             result = results[found["id"]] = scored(known[found["id"]], found)
-            told = result.get("error") or f"{result.get('relative_error', float('nan')):+8.2%}  fits: {result['fits']}"
+            error = f"{result['relative_error']:+8.2%}" if "relative_error" in result else "verdict "
+            told = result.get("error") or f"{error}  fits: {result['fits']}"
             print(f"{found['id'][:60]:62}{told}", flush=True)
     order = [row["id"] for row in facts["rows"]]
     rows = sorted(results.values(), key=lambda row: order.index(row["id"]))

@@ -89,7 +89,7 @@ def test_each_kind_makes_a_picture_and_draws_into_given_axes(thing: Any) -> None
 
 @pytest.mark.parametrize("thing", [None, 3, "run", [STEP], {"a": STEP}, nn.Linear(1, 1)])
 def test_anything_else_is_refused(thing: Any) -> None:
-    text = rf"^plot\(\) draws a MemoryTrace, MemoryBreakdown, Run or Comparison, got {type(thing).__name__}\.$"
+    text = rf"^plot\(\) draws a MemoryTrace, MemoryBreakdown, Run, Comparison or Plan, got {type(thing).__name__}\.$"
     with pytest.raises(TypeError, match=text):
         vl.plot(thing)
     with pytest.raises(TypeError, match=text):

@@ -40,7 +40,7 @@ def names() -> dict[str, Any]:
 
 
 def test_the_code_runs_from_top_to_bottom() -> None:
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
     namespace = names()
     for block in BLOCKS[:2]:
         exec(block, namespace)
@@ -48,14 +48,29 @@ def test_the_code_runs_from_top_to_bottom() -> None:
     assert [run.status for run in [namespace["run"]]] == ["finished"]
 
 
+def test_the_plan_and_the_virtual_card_work() -> None:
+    """In a process of its own: the second half adds a device type to it."""
+    code = f"""
+import torch
+import vramlab as vl
+from torch import nn
+MyModel = lambda: nn.Linear(8, 8)
+batch = torch.zeros(4, 8)
+exec({BLOCKS[2]!r})
+print(plan.fits, plan.cause["phase"], len(plan.holders(10)), gpu.peak_allocated > 4 * 72)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True).stdout
+    assert out.split() == ["True", "step", "10", "True"]
+
+
 def test_the_techniques_work_in_a_loop_of_ones_own() -> None:
     namespace = names()
     model: nn.Module = namespace["model"]
     before = [p.detach().clone() for p in model.parameters()]
-    exec(BLOCKS[2], namespace)
+    exec(BLOCKS[3], namespace)
     assert namespace["window"].loss < 6
     assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert len(BLOCKS[2].splitlines()) < 18
+    assert len(BLOCKS[3].splitlines()) < 18
 
 
 def test_the_one_line_without_a_notebook_runs() -> None:

@@ -90,7 +90,7 @@ def with_lora() -> nn.Module:
 
 
 TRANSFORMERS = {
-    "GPT-2": language("GPT2LMHeadModel", tf.GPT2Config(loss_type="ForCausalLM")),
+    "GPT-2": language("GPT2LMHeadModel", tf.GPT2Config(loss_type="ForCausalLMLoss")),
     "GPT-Neo": language(
         "GPTNeoForCausalLM", tf.GPTNeoConfig(hidden_size=768, num_layers=4, attention_types=[[["global", "local"], 2]], num_heads=12)
     ),
@@ -161,7 +161,7 @@ class Facts:
         for name, parameter in parameters.items():
             names.setdefault(id(parameter), []).append(name)
         return cls(
-            {n: (p.shape, p.stride(), p.dtype, p.requires_grad, type(p)) for n, p in parameters.items()},
+            {n: (p.shape, p.stride(), p.dtype, p.requires_grad, isinstance(p, nn.Parameter)) for n, p in parameters.items()},
             {n: (b.shape, b.stride(), b.dtype) for n, b in model.named_buffers(remove_duplicate=False)},
             {frozenset(group) for group in names.values()},
             sum(p.numel() for p in model.parameters()),

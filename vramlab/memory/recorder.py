@@ -72,10 +72,6 @@ def record(
 class Recorder(TorchDispatchMode):
     """What `record` returns. It sees each operator below autograd; weak references on storages see the releases."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # no compiled code calls this, and the wrapper that keeps it out takes time with each operator
-
     supports_higher_order_operators = True  # without it torch.cond and flex_attention refuse to run under a mode
 
     def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, device: torch.device | str | None) -> None:
@@ -240,9 +236,13 @@ class Recorder(TorchDispatchMode):
     # Each operator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return self._see(func, types, args, kwargs)
+
+    def _see(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if any(consists_of_tensors(t) for t in types):
             return NotImplemented  # it calls operators on the plain tensors inside, and those come here
         kwargs = kwargs or {}
+        self._now.see_line()
         self._ledger.operator_begins()
         tensors = tensors_in((args, kwargs) if kwargs else args)
         if self._now.operator_runs(func, tensors):

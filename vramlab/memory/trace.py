@@ -297,16 +297,16 @@ class MemoryTrace:
             table = list(names)
             return [table[code] for code in codes[first]]
 
-        return pd.DataFrame(
+        table = pd.DataFrame(
             {
                 "bytes": held,
                 "category": named(events.category, (c.label for c in Category)),
                 "module": named(events.module, events.modules),
                 "phase": named(events.phase, (p.label for p in Phase)),
                 "operator": named(events.operator, events.operators),
-                "line": named(events.line, events.lines) if events.line is not None else "",
             }
         )
+        return table if events.line is None else table.assign(line=named(events.line, events.lines))
 
     def __len__(self) -> int:
         return len(self.events.nbytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -97,23 +97,24 @@ _any_call = ctypes.pythonapi.PyErr_Occurred  # as any function of ctypes.pythona
 _PRIVATE_USE = torch._C._autograd.DeviceType.PrivateUse1
 
 
-@contextlib.contextmanager
-def caught() -> Iterator[None]:
-    """Around a call of autograd's engine: raise what was raised inside, in place of the SystemError about it."""
+def caught(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call autograd's engine, and raise what was raised inside in place of the SystemError about it, with its own context."""
     before = len(lost)
     try:
-        yield
-    except SystemError as error:
+        return function(*args, **kwargs)
+    except SystemError:
         if len(lost) == before:
             raise
         original = lost[before]
-        trace = original.__traceback__
-        while trace is not None and trace.tb_frame.f_code is _Guard.type_.__code__:
-            trace = trace.tb_next
-        del lost[before:], error
-        raise original.with_traceback(trace) from original.__cause__
     finally:
         del lost[before:]
+    trace = original.__traceback__
+    while trace is not None and trace.tb_frame.f_code is _Guard.type_.__code__:
+        trace = trace.tb_next
+    try:
+        raise original.with_traceback(trace)
+    finally:
+        del original, trace  # in a frame of its own traceback it would hold itself, and all tensors there, until the next collection
 
 
 class Module:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, inf, prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -27,6 +27,7 @@ from vramlab.units import KiB, round_up
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 Capability = tuple[int, int]
+V = TypeVar("V")
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 """Version: 2.14 began to share key heads inside the fused attention kernels, and to take inputs without a batch."""
@@ -54,7 +55,7 @@ _SMS = 128
 """Multiprocessors of a card for which the number is not known: those of an RTX 4090."""
 
 
-def _from(table: dict[Capability, int], capability: Capability) -> int:
+def _from(table: dict[Capability, V], capability: Capability) -> V:
     return table[max((key for key in table if key <= capability), default=min(table))]
 
 
@@ -680,18 +681,50 @@ def _embedding_backward(a: dict[str, Any], out: Any, card: GPU) -> list[int]:
 
     Reference: ``native/cuda/Embedding.cu``, ``embedding_dense_backward_cuda``; ``native/cuda/EmbeddingBackwardKernel.cu``.
     """
-    indices, rows = a["indices"], a["indices"].numel()
+    indices, rows, size = a["indices"], a["indices"].numel(), a["indices"].element_size()
     copies = _copied(indices, a["grad_output"])
     if rows <= 3072 and not a["scale_grad_by_freq"]:
-        return _freed(copies)
-    list_ = rows * indices.element_size()
+        return _around(copies)
+    list_ = rows * size
     distinct = min(rows, a["num_weights"])
     pieces = rows // 10 + distinct
-    sums = pieces * a["grad_output"].size(-1) * max(4, a["grad_output"].element_size())
-    sorting = [list_, list_, list_]  # the numbers 0, 1, ... to sort along, and the copies that a radix sort moves between
-    lists = [distinct * indices.element_size()] * 2 + [8, pieces * indices.element_size()]
+    width, itemsize = a["grad_output"].size(-1), a["grad_output"].element_size()
+    sums = [pieces * width * max(4, itemsize)]
+    threads = round_up(width, 32)
+    blocks = ceil(distinct * threads / min(threads, 1024))
+    if blocks < 4 * _sms(card) and pieces > 4 * blocks and not torch.are_deterministic_algorithms_enabled():  # few rows: added up in place
+        sums = [pieces * size, *([a["num_weights"] * width * 4] if itemsize == 2 else [])]
+    sorting = [list_, _radix_sort(rows, size, int(a["num_weights"]).bit_length(), card)]  # of the indices and the numbers 0, 1, ...
     counts = [list_] if a["scale_grad_by_freq"] else []
-    return [*copies, list_, list_, *sorting, *(-size for size in sorting), *counts, list_, 8, *lists, sums]
+    picking = [list_, _scan(rows, _from(_UNIQUE_TILES, card.capability)[size], True)]  # where each index begins
+    adding_up = [_scan(distinct, _SCAN_TILES[size], size == 8)]  # how many pieces come before
+    before = [*copies, list_, list_, *_freed(sorting), *counts]
+    return [*before, 0, list_, 8, *_freed(picking), distinct * size, distinct * size, *_freed(adding_up), 8, pieces * size, *sums]
+
+
+# Scratch of cub: tiles, the items of one block, by compute capability and by bytes of a key.
+_SORT_TILES = {(7, 5): {4: 11776, 8: 2816}, (8, 0): {4: 6528, 8: 3840}, (9, 0): {4: 6528, 8: 4608}}
+_UNIQUE_TILES = {(7, 5): {4: 704, 8: 320}, (8, 0): {4: 2816, 8: 1344}, (8, 6): {4: 704, 8: 320}, (9, 0): {4: 7168, 8: 4928}}
+_SCAN_TILES = {4: 3840, 8: 896}
+"""Found by bisection in torch 2.14.1's machine code; cub has them in ``cub/device/dispatch/tuning``."""
+
+
+def _radix_sort(items: int, size: int, bits: int, card: GPU) -> int:
+    """Scratch for sorting pairs of two integers of this size: counts, a state for each tile, and a second place for the pairs.
+
+    Reference: ``cub/device/dispatch/dispatch_radix_sort.cuh``, ``InvokeOnesweep``, and ``InvokeSingleTile`` for few items.
+    """
+    if items <= (4864 if size == 4 else 2304):
+        return 1
+    passes = ceil(bits / 8)
+    states = ceil(items / _from(_SORT_TILES, card.capability)[size]) * 256 * 4
+    places = [items * size, items * size] if passes > 1 else []
+    return sum(round_up(part, 256) for part in (passes * 256 * 8, states, *places, passes * 4)) + 255
+
+
+def _scan(items: int, tile: int, more: bool) -> int:
+    """Scratch of one pass over all items: 16 bytes a tile. Reference: ``cub/agent/single_pass_scan_operators.cuh``."""
+    return round_up((ceil(items / tile) + 32) * 16, 256) + (256 if more else 0) + 255
 
 
 def _layer_norm_backward(a: dict[str, Any], out: Any, card: GPU) -> list[int]:

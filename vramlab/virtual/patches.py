@@ -13,6 +13,7 @@ import torch
 import torch._subclasses
 import torch.autograd.graph
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _foreach_supported_types
 
@@ -46,6 +47,7 @@ def patched(values: Values) -> Iterator[None]:
         put(torch, "Generator", _generator(torch.Generator))
         put(torch.Tensor, "pin_memory", _pin(torch.Tensor.pin_memory))
         put(torch.autograd.graph, "save_on_cpu", _SaveOnHost)
+        put(fake_tensor.log, "disabled", True)  # it prints an operator's error before that is raised
         put(FakeTensor, "numpy", _numpy(values))
         put(FakeTensor, "tolist", _tolist(values, FakeTensor.tolist))
         put(FakeTensor, "data_ptr", _data_ptr(FakeTensor.data_ptr))
@@ -230,8 +232,7 @@ def _reduce(original: Callable[..., Any]) -> Callable[..., Any]:
 def _run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def run_backward(*args: Any, **kwargs: Any) -> Any:
-        with backend.caught():
-            return original(*args, **kwargs)
+        return backend.caught(original, *args, **kwargs)
 
     return run_backward
 
