@@ -31,6 +31,7 @@ ORDER = [
     "vramlab.virtual.autocast",
     "vramlab.virtual.kernels",
     "vramlab.virtual.patches",
+    "vramlab.virtual.shapes",
     "vramlab.virtual.device",
     "vramlab.virtual.planner",
     "vramlab.virtual",

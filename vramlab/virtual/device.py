@@ -26,7 +26,7 @@ from vramlab.memory.recorder import Recorder
 from vramlab.memory.trace import Category, DeviceCounters, MemoryTrace
 from vramlab.tensors import is_virtual, map_tensors, storages_of, tensors_in
 from vramlab.units import format_bytes, parse_bytes, round_up
-from vramlab.virtual import autocast, backend, kernels, patches
+from vramlab.virtual import autocast, backend, kernels, patches, shapes
 from vramlab.virtual.values import Values
 
 _aten = torch.ops.aten
@@ -353,8 +353,7 @@ class _Mode(Recorder):
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
         try:
-            with self._fake:
-                out = func(*args, **kwargs)
+            out = shapes.compute(self._fake, func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             return self._by_value(func, args, kwargs, tensors)
         except (UnsupportedOperatorException, RuntimeError) as error:
