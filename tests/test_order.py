@@ -18,6 +18,7 @@ ORDER = [
     "vramlab.recipe",
     "vramlab.memory.trace",
     "vramlab.memory.allocator",
+    "vramlab.memory.law",
     "vramlab.tensors",
     "vramlab.devices",
     "vramlab.memory.now",
@@ -68,6 +69,7 @@ TORCH_FREE = [
     "vramlab.recipe",
     "vramlab.memory.trace",
     "vramlab.memory.allocator",
+    "vramlab.memory.law",
     "vramlab.virtual.planner",
     "vramlab.virtual.worker",
 ]

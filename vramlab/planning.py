@@ -15,6 +15,7 @@ from torch import nn
 from vramlab import gpus
 from vramlab.gpus import GPU
 from vramlab.memory.allocator import CachingAllocator, OutOfMemoryError
+from vramlab.memory.law import LawError, MemoryLaw
 from vramlab.memory.recorder import refuse_compiled
 from vramlab.memory.trace import Category, MemoryBreakdown, MemoryTrace, Phase
 from vramlab.recipe import Recipe
@@ -97,6 +98,17 @@ def trace_steps(task: Task, recipe: Recipe, card: GPU) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class LawPoint:
+    """What the step needs at another micro-batch: peaks in bytes, and whether they are those of a trace to the byte."""
+
+    micro_batch: int
+    allocated: int
+    reserved: int
+    fits: bool
+    exact: bool
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a training step needs on a card. All sizes are bytes.
 
@@ -144,6 +156,72 @@ class Plan:
         except OutOfMemoryError:
             return None
         return allocator
+
+    def law(self, micro_batch: int) -> LawPoint:
+        """The same step at another micro-batch, from the law of its sizes: 0.1 s. The first call traces three micro-batches for it.
+
+        Where the step does other things at other micro-batches (``law_error`` says what), each micro-batch is traced.
+
+        Raises:
+            ValueError: ``micro_batch`` below 1.
+        """
+        if not isinstance(micro_batch, int) or micro_batch < 1:
+            raise ValueError(f"A micro-batch is a whole number of at least 1, got {micro_batch!r}.")
+        law = self._law
+        if law is None or micro_batch == self.recipe.micro_batch:
+            traced = self._at(micro_batch)
+            return LawPoint(micro_batch, traced.allocated, traced.reserved, traced.fits, True)
+        roomy = law.replayed(micro_batch)
+        fits, reserved = roomy.peak_reserved <= self.capacity, roomy.peak_reserved
+        if not fits:
+            try:
+                reserved, fits = law.replayed(micro_batch, self.capacity).peak_reserved, True
+            except OutOfMemoryError:
+                pass
+        return LawPoint(micro_batch, roomy.peak_allocated, reserved, fits, law.is_exact(micro_batch))
+
+    @property
+    def law_error(self) -> str:
+        """Why each micro-batch has to be traced; empty where there is a law."""
+        return "" if self._law is not None else self.__dict__["_no_law"]
+
+    @cached_property
+    def max_micro_batch(self) -> int:
+        """The largest micro-batch that fits, found by the law and confirmed by traces of it and the next; 0 if not even 1 does."""
+        n = self._largest_by_law()
+        while n > 0 and not self._at(n).fits:
+            n -= 1
+        while self._at(n + 1).fits:
+            n += 1
+        return n
+
+    def _largest_by_law(self) -> int:
+        low, high = 0, 1
+        while self.law(high).fits:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.law(middle).fits else (low, middle)
+        return low
+
+    @cached_property
+    def _law(self) -> MemoryLaw | None:
+        """From traces at 2 and 3, and one where the card is full, for there it has to be right."""
+        one, two = self._at(2), self._at(3)
+        step = max(two.trace.peak - one.trace.peak, 1)
+        full = 3 + max(1, (self.capacity - two.trace.peak) // step)
+        try:
+            return MemoryLaw({n: self._at(n).trace for n in (2, 3, min(full, 4096))})
+        except LawError as error:
+            self.__dict__["_no_law"] = str(error)
+            return None
+
+    def _at(self, micro_batch: int) -> Plan:
+        """The plan of another micro-batch."""
+        plans: dict[int, Plan] = self.__dict__.setdefault("_plans", {self.recipe.micro_batch: self})
+        if micro_batch not in plans:
+            plans[micro_batch] = plan(self.task, self.recipe.with_(micro_batch=micro_batch), self.gpu, self.in_use)
+        return plans[micro_batch]
 
     @cached_property
     def fits_with_expandable_segments(self) -> bool:

@@ -105,27 +105,27 @@ RAISING = {
     "full backward prehook": "model.register_full_backward_pre_hook(fail); call = model(x).sum().backward",
     "forward hook": "model.register_forward_hook(fail); call = lambda: model(x)",
     "forward prehook": "model.register_forward_pre_hook(fail); call = lambda: model(x)",
-    "pack": '''
+    "pack": """
         def call():
             with torch.autograd.graph.saved_tensors_hooks(fail, lambda t: t):
                 model(x)
-    ''',
-    "unpack": '''
+    """,
+    "unpack": """
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, fail):
             call = model(x).sum().backward
-    ''',
-    "step hook": '''
+    """,
+    "step hook": """
         optimizer = torch.optim.SGD(model.parameters())
         optimizer.register_step_pre_hook(fail)
         model(x).sum().backward()
         call = optimizer.step
-    ''',
-    "hook that was there before the model moved": '''
+    """,
+    "hook that was there before the model moved": """
         model = nn.Linear(8, 8)
         model.weight.register_hook(fail)
         call = model.to(gpu.device)(x).sum().backward
-    ''',
-    "Function.backward": '''
+    """,
+    "Function.backward": """
         class Function(torch.autograd.Function):
             @staticmethod
             def forward(ctx, x):
@@ -136,8 +136,8 @@ RAISING = {
                 fail()
 
         call = Function.apply(model(x)).sum().backward
-    ''',
-    "recomputation": '''
+    """,
+    "recomputation": """
         times = []
         def block(x):
             times.append(1)
@@ -146,8 +146,8 @@ RAISING = {
             return torch.relu(model(x))
 
         call = checkpoint(block, x.requires_grad_(), use_reentrant=False).sum().backward
-    ''',
-    "recomputation, reentrant": '''
+    """,
+    "recomputation, reentrant": """
         times = []
         def block(x):
             times.append(1)
@@ -156,35 +156,35 @@ RAISING = {
             return torch.relu(model(x))
 
         call = checkpoint(block, x.requires_grad_(), use_reentrant=True).sum().backward
-    ''',
-    "nested backward": '''
+    """,
+    "nested backward": """
         inner = model(x)
         inner.register_hook(fail)
         total = inner.sum()
         y = model(x)
         y.register_hook(lambda g: total.backward())
         call = y.sum().backward
-    ''',
+    """,
     "autograd.grad": "y = model(x); y.register_hook(fail); call = lambda: torch.autograd.grad(y.sum(), model.weight)",
     "create_graph": "warnings.simplefilter('ignore'); y = model(x); y.register_hook(fail); call = lambda: y.sum().backward(create_graph=True)",
     "retain_graph": "y = model(x); y.register_hook(fail); call = lambda: y.sum().backward(retain_graph=True)",
-    "hook among good ones": '''
+    "hook among good ones": """
         y = model(x)
         y.register_hook(lambda g: None)
         y.register_hook(lambda g: 2 * g)
         y.register_hook(fail)
         call = y.sum().backward
-    ''',
-    "autocast": '''
+    """,
+    "autocast": """
         model.weight.register_hook(fail)
         with torch.autocast(gpu.device.type, torch.bfloat16):
             call = model(x).sum().backward
-    ''',
-    "two layers on": '''
+    """,
+    "two layers on": """
         deep = nn.Sequential(model, nn.GELU(), nn.Linear(8, 8).to(gpu.device), nn.LayerNorm(8).to(gpu.device))
         model.bias.register_hook(fail)
         call = deep(x).sum().backward
-    ''',
+    """,
 }
 
 
@@ -286,18 +286,18 @@ def test_an_error_that_is_caught_inside_a_hook_is_none(run: Run) -> None:
 
 OOM = {
     "forward": "call = lambda: big(torch.empty(2**19, 8192, device=gpu.device))",
-    "backward": '''
+    "backward": """
         w = torch.empty(2**16, 2**15, device=gpu.device, requires_grad=True)  # 8 GiB, and 8 more as a gradient
         more = torch.empty(9 * 2**30, dtype=torch.uint8, device=gpu.device)
         call = torch.mm(torch.empty(1, 2**16, device=gpu.device), w).sum().backward
-    ''',
-    "step": '''
+    """,
+    "step": """
         w = nn.Parameter(torch.empty(10 * 2**27, device=gpu.device))  # 5 GiB: Adam keeps 10 more, and foreach needs another 5
         w.grad = torch.empty_like(w)
         call = torch.optim.Adam([w]).step
-    ''',
+    """,
     "move": "call = lambda: nn.Linear(2**16, 2**17, device='meta').to_empty(device=gpu.device)",
-    "recomputation": '''
+    "recomputation": """
         def block(x):
             return torch.relu(torch.relu(x @ w))
         w = torch.empty(8, 2**15, device=gpu.device, requires_grad=True)
@@ -305,7 +305,7 @@ OOM = {
         y = checkpoint(block, x, use_reentrant=False).sum()
         more = torch.empty(20 * 2**30, dtype=torch.uint8, device=gpu.device)
         call = y.backward
-    ''',
+    """,
 }
 
 

@@ -524,7 +524,7 @@ def _laid_out(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         if tensor.dim() != {torch.channels_last: 4, torch.channels_last_3d: 5}.get(layout, tensor.dim()):
             return tensor  # the gradient of a bias
         with mode._fake:
-            return tensor.contiguous(memory_format=layout)
+            return torch.empty_like(tensor, memory_format=layout)
 
     return map_tensors(laid_out, mode._compute(func, args, kwargs, tensors_in((args, kwargs))))
 

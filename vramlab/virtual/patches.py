@@ -40,10 +40,9 @@ def patched(values: Values) -> Iterator[None]:
         undo.callback(_foreach_supported_types.remove, FakeTensor)
         # transformers asks whether tensors are traced before it looks at a mask.
         put(torch._subclasses, "FakeTensor", _OnlyOthers)
-        # A parameter that moves stays the same object, with its hooks and in its optimizer.
-        undo.callback(torch.__future__.set_swap_module_params_on_conversion, torch.__future__.get_swap_module_params_on_conversion())
-        torch.__future__.set_swap_module_params_on_conversion(True)
+        put(nn.Module, "_apply", _apply(nn.Module._apply))
         put(torch.utils, "swap_tensors", _swap(torch.utils.swap_tensors))
+        put(nn.parameter.UninitializedTensorMixin, "materialize", _materialize(nn.parameter.UninitializedTensorMixin.materialize))
         put(torch, "Generator", _generator(torch.Generator))
         put(torch.Tensor, "pin_memory", _pin(torch.Tensor.pin_memory))
         put(torch.autograd.graph, "save_on_cpu", _SaveOnHost)
@@ -79,6 +78,35 @@ class _OnlyOthers(metaclass=_Others):
     """Stands for ``FakeTensor`` where libraries ask whether a tensor is traced: a virtual one is used as on a card."""
 
 
+def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """A parameter that moves to a card stays the same object, with its hooks and in its optimizer."""
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        goal = fn(torch.empty(0)).device
+        if goal.type != backend.NAME and not any(map(is_virtual, self.parameters(recurse=False))):
+            return original(self, fn, recurse=False)
+        everything = self._parameters, self._buffers
+        lazy = [t for named in everything for t in named.values() if t is not None and nn.parameter.is_lazy(t)]
+        for tensor in lazy:
+            tensor.__dict__[_LATER] = goal  # it has no memory yet
+        rest = [{k: v for k, v in named.items() if all(v is not t for t in lazy)} for named in everything]
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            self._parameters, self._buffers = rest
+            return original(self, fn, recurse=False)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
+            for named, moved in zip(everything, rest, strict=True):
+                named.update(moved)
+            self._parameters, self._buffers = everything
+
+    return apply
+
+
 def _swap(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def swap(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -87,7 +115,7 @@ def _swap(original: Callable[..., None]) -> Callable[..., None]:
         Those point to the parameter, and that stays what it is.
         """
         if not is_virtual(one) and not is_virtual(other):
-            one.data = other.detach()  # as modules move where no virtual GPU is open
+            original(one, other)
             return
         if is_virtual(one) and is_virtual(other) and one.untyped_storage()._cdata == other.untyped_storage()._cdata:
             return  # it was there already
@@ -102,6 +130,24 @@ def _swap(original: Callable[..., None]) -> Callable[..., None]:
         backend.innermost().parameter_moved(one)
 
     return swap
+
+
+_LATER = "_vramlab_device"
+
+
+def _materialize(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
+        """A lazy parameter gets its shape, and its memory where its module has been moved."""
+        where = torch.device(device or self.__dict__.get(_LATER, "cpu"))
+        if where.type != backend.NAME:
+            original(self, shape, device, dtype)
+            return
+        made = torch.empty(shape, dtype=dtype or self.data.dtype, device=where)
+        self.__class__ = self.cls_to_become
+        torch.utils.swap_tensors(self, nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made)
+
+    return materialize
 
 
 def _generator(original: type[torch.Generator]) -> type:
@@ -254,6 +300,8 @@ def building(device: torch.device, values: Values, made: Callable[[torch.Tensor]
             virtual.__dict__.update({k: v for k, v in param.__dict__.items() if k not in virtual.__dict__})
             param = virtual
             made(param)
+        elif param is not None and nn.parameter.is_lazy(param):
+            param.__dict__[_LATER] = device
         register_parameter(module, name, param)
 
     @functools.wraps(register_buffer)
