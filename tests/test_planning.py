@@ -259,6 +259,58 @@ def test_names_in_the_html_are_escaped() -> None:
     assert "&lt;b&gt;mine" in page
 
 
+# Other micro-batches
+
+
+@functools.cache
+def lawful() -> Plan:
+    return plan(vl.tasks.gpt("mini"), vl.Recipe(precision="amp-bf16", micro_batch=4), gpu("RTX 4090").with_(memory="3 GiB"))
+
+
+@pytest.mark.parametrize("n", [1, 4, 5, 16, 50])
+def test_the_law_gives_what_a_plan_gives(n: int) -> None:
+    traced = plan(lawful().task, lawful().recipe.with_(micro_batch=n), lawful().gpu)
+    point, quick = lawful().law(n), lawful().law(n, quick=True)
+    assert point.exact
+    assert (point.allocated, point.reserved, point.fits) == (traced.allocated, traced.reserved, traced.fits)
+    if quick.exact:
+        assert quick == point
+    assert 0.95 * traced.allocated <= quick.allocated <= 1.15 * traced.allocated
+    assert lawful().law_error == ""
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
+    n = lawful().max_micro_batch
+    at = [plan(lawful().task, lawful().recipe.with_(micro_batch=m), lawful().gpu) for m in (n, n + 1)]
+    assert [p.fits for p in at] == [True, False]
+    assert lawful().law(1).fits
+
+
+def test_nothing_fits_a_card_without_room() -> None:
+    small = gpu("RTX 4090").with_(memory=gpu("RTX 4090").context + 4 * MiB)
+    assert plan(NANO, vl.Recipe(), small).max_micro_batch == 0
+
+
+def test_a_step_that_changes_with_the_batch_has_no_law_and_is_traced() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        out = model(batch)
+        for _ in range(len(batch)):
+            out = out.sin()
+        return out.sum(), len(batch)
+
+    result = plan(task_of(loss=loss), vl.Recipe(micro_batch=1), "RTX 4090")
+    assert "does other things at micro-batch 3 than at 2" in result.law_error
+    again = plan(task_of(loss=loss), vl.Recipe(micro_batch=6), "RTX 4090")
+    assert result.law(6).allocated == again.allocated
+    assert result.law(6).exact
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, "4"])
+def test_a_micro_batch_is_a_whole_number(n: Any) -> None:
+    with pytest.raises(ValueError, match="A micro-batch is a whole number of at least 1, got"):
+        planned().law(n)
+
+
 # What is refused
 
 

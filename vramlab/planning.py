@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import itertools
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -157,10 +157,12 @@ class Plan:
             return None
         return allocator
 
-    def law(self, micro_batch: int) -> LawPoint:
-        """The same step at another micro-batch, from the law of its sizes: 0.1 s. The first call traces three micro-batches for it.
+    def law(self, micro_batch: int, *, quick: bool = False) -> LawPoint:
+        """The same step at another micro-batch, from the law of its sizes. The first call traces three micro-batches to find it.
 
-        Where the step does other things at other micro-batches (``law_error`` says what), each micro-batch is traced.
+        Sizes of tensors follow the law to the byte. What kernels take for themselves may not: then this micro-batch is traced
+        (seconds), or with ``quick`` it is taken as between its neighbours, in 0.1 s, and the result says ``exact=False``.
+        Where the step does other things at other micro-batches (``law_error`` says what), each is traced.
 
         Raises:
             ValueError: ``micro_batch`` below 1.
@@ -168,16 +170,14 @@ class Plan:
         if not isinstance(micro_batch, int) or micro_batch < 1:
             raise ValueError(f"A micro-batch is a whole number of at least 1, got {micro_batch!r}.")
         law = self._law
-        if law is None or micro_batch == self.recipe.micro_batch:
+        if law is None or (not quick and not law.is_exact(micro_batch)):
             traced = self._at(micro_batch)
             return LawPoint(micro_batch, traced.allocated, traced.reserved, traced.fits, True)
         roomy = law.replayed(micro_batch)
         fits, reserved = roomy.peak_reserved <= self.capacity, roomy.peak_reserved
         if not fits:
-            try:
+            with suppress(OutOfMemoryError):
                 reserved, fits = law.replayed(micro_batch, self.capacity).peak_reserved, True
-            except OutOfMemoryError:
-                pass
         return LawPoint(micro_batch, roomy.peak_allocated, reserved, fits, law.is_exact(micro_batch))
 
     @property
@@ -197,11 +197,11 @@ class Plan:
 
     def _largest_by_law(self) -> int:
         low, high = 0, 1
-        while self.law(high).fits:
+        while self.law(high, quick=True).fits:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.law(middle).fits else (low, middle)
+            low, high = (middle, high) if self.law(middle, quick=True).fits else (low, middle)
         return low
 
     @cached_property

@@ -9,6 +9,8 @@ import torch
 import transformers as t
 from torch import nn
 
+from vramlab.devices import building
+
 BATCH, SEQUENCE = 4, 384
 STEPS = 2
 SMALL = {"vocab_size": 8000, "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}
@@ -40,10 +42,10 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def run(row: dict[str, Any], device: torch.device, building: Callable[[], Any]) -> Iterator[list[int]]:
+def run(row: dict[str, Any], device: torch.device) -> Iterator[list[int]]:
     """As in `steps.run`."""
     options, card = row["options"], torch.get_device_module(device)
-    with building():
+    with building(device):
         model = MODELS[row["model"]]()
     model = model.to(device).train()
     if options.get("checkpointing"):

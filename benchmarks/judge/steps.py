@@ -23,7 +23,6 @@ from torch import nn
 
 import vramlab as vl
 from vramlab import gpus
-from vramlab.techniques import checkpointing
 from vramlab.training import train
 
 CARDS = {  # resident threads of a multiprocessor, bytes of shared memory that a block may ask for
@@ -45,9 +44,10 @@ Event = tuple[int, str]
 # What runs, on either side -------------------------------------------------------------------------------------------
 
 
-def run(row: Row, device: torch.device, building: Callable[[], Any]) -> Iterator[list[int]]:
+def run(row: Row, device: torch.device) -> Iterator[list[int]]:
     """After each step: peak allocated, peak reserved, and allocated between steps."""
     card = torch.get_device_module(device)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # the judge has no cuDNN, which a Hopper card would ask first
     if "task" in row:
         family, size, options = row["task"]
         task = getattr(vl.tasks, family)(size, **options)
@@ -57,7 +57,7 @@ def run(row: Row, device: torch.device, building: Callable[[], Any]) -> Iterator
     else:
         import library
 
-        yield from library.run(row, device, building)
+        yield from library.run(row, device)
 
 
 # The judge's card ----------------------------------------------------------------------------------------------------
@@ -85,11 +85,8 @@ def real(row: Row, trace: bool) -> dict[str, Any]:
     ctypes.CDLL("shim.so").judge_card(*card.capability, card.sms, *CARDS[row["card"]])
     if trace:
         torch.cuda.memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=1 << 24)
-    # Comparing two draws of random numbers reads values, and those are zeros.
-    draws = checkpointing._replays_random_numbers
-    checkpointing._replays_random_numbers = lambda device: [draws(device)] != []
     with no_initialisation():
-        steps = list(run(row, torch.device("cuda"), contextlib.nullcontext))
+        steps = list(run(row, torch.device("cuda")))
     result: dict[str, Any] = {"steps": steps}
     if trace:
         result["events"] = list(_events_of(torch.cuda.memory._snapshot()["device_traces"][0]))
@@ -110,7 +107,7 @@ def virtual(row: Row, trace: bool) -> dict[str, Any]:
     from vramlab.virtual.device import virtual_gpu
 
     with virtual_gpu(row["card"], limited=False) as gpu:
-        result: dict[str, Any] = {"steps": list(run(row, gpu.device, gpu.building))}
+        result: dict[str, Any] = {"steps": list(run(row, gpu.device))}
     if trace:
         result["events"] = list(_planned_events(gpu.trace.events))
     return result

@@ -617,7 +617,7 @@ def test_categories_phases_operators_and_lines_of_a_small_loop(gpu: VirtualGPU) 
     loss = torch.tanh(model(x)).sum()
     loss.backward()
     optimizer.step()
-    K = 1024  # noqa: N806
+    K = 1024
     assert gpu.trace.breakdown("end of forward").__dict__ | {} == {
         **dict.fromkeys(gpu.trace.breakdown("end").__dict__, 0),
         "parameters": 256 * K,
@@ -682,4 +682,4 @@ def test_in_use_and_context_are_not_available() -> None:
         del held
     with virtual_gpu("RTX 4090", limited=False) as gpu:
         held = torch.empty(2**36, device=gpu.device)
-        assert gpu.allocated == 2**38
+        assert gpu.allocated == held.nbytes == 2**38

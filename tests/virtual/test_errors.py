@@ -166,7 +166,12 @@ RAISING = {
         call = y.sum().backward
     """,
     "autograd.grad": "y = model(x); y.register_hook(fail); call = lambda: torch.autograd.grad(y.sum(), model.weight)",
-    "create_graph": "warnings.simplefilter('ignore'); y = model(x); y.register_hook(fail); call = lambda: y.sum().backward(create_graph=True)",
+    "create_graph": """
+        warnings.simplefilter("ignore")
+        y = model(x)
+        y.register_hook(fail)
+        call = lambda: y.sum().backward(create_graph=True)
+    """,
     "retain_graph": "y = model(x); y.register_hook(fail); call = lambda: y.sum().backward(retain_graph=True)",
     "hook among good ones": """
         y = model(x)

@@ -465,10 +465,11 @@ def test_eager_attention_keeps_its_weights(name: str) -> None:
     eager, fused = (virtually(cases[name]) for cases in (EAGER, FUSED))
     assert kernels(eager) == set()
     batch, heads, time = 2, 4, 64
-    kept = [gpu.trace.holders(1000, "end of forward").query("operator == 'aten::_softmax'")["bytes"].tolist() for gpu in (eager, fused)]
-    assert len(kept[0]) >= 2  # layers
-    assert min(kept[0]) >= batch * heads * time * time * 4
-    assert kept[1] == []
+    weights_of_a_layer = batch * heads * time * time * 4
+    held = [gpu.trace.holders(1000, "end of forward").query("operator == 'aten::_softmax'") for gpu in (eager, fused)]
+    kept = [(made["bytes"] >= weights_of_a_layer).sum() for made in held]  # routers have small ones
+    assert kept[0] >= 2  # layers
+    assert kept[1] == 0
 
 
 # Ways to save

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.optim.optimizer as optimizers
 import torch._subclasses
+import torch.optim.optimizer as optimizers
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -159,7 +159,7 @@ def test_tensors_are_of_no_use_when_their_context_has_ended() -> None:
     with virtual_gpu() as gpu:
         x = torch.empty(3, device=gpu.device, requires_grad=True)
         y = x.sum()
-    for use in (lambda: x + 1, y.item, lambda: x.cpu(), lambda: x.tolist(), y.backward, lambda: x.zero_()):
+    for use in (lambda: x + 1, y.item, lambda: x.cpu(), lambda: x.tolist(), y.backward, lambda: x.data.zero_()):
         with pytest.raises(RuntimeError, match=r"on a virtual GPU whose `with` block has ended|virtual GPU is open"):
             use()
     with virtual_gpu() as other, pytest.raises(RuntimeError, match="tensor of another virtual GPU"):

@@ -84,7 +84,7 @@ NEW: dict[str, Callable[[torch.Tensor, torch.Tensor, int], Any]] = {
     "one hot": lambda a, b, n: torch.nn.functional.one_hot(a.remainder(3), 3).sum(0),
     "pad": lambda a, b, n: torch.nn.functional.pad(a, (1, 0))[:, :3],
     "repeat": lambda a, b, n: a.repeat(2, 1)[1:4],
-    "search": lambda a, b, n: torch.searchsorted(a.sort(1).values, b),
+    "search": lambda a, b, n: torch.searchsorted(a.sort(1).values.contiguous(), b.contiguous()),
     "count": lambda a, b, n: torch.bincount(a.reshape(-1).remainder(9), minlength=9).view(3, 3),
     "places": lambda a, b, n: torch.cat([(a > n).nonzero().reshape(-1), b.new_zeros(9)])[:9].view(3, 3),
     "mask": lambda a, b, n: torch.cat([a[b > n], b.new_ones(9)])[:9].view(3, 3),
@@ -132,7 +132,7 @@ def _run(program: list[tuple[str, str, int, int, int]], device: torch.device, ba
         if kind == "new":
             tensors.append(NEW[name](a, b, n))
             continue
-        if not kind.endswith("a view") or a._is_view() and 0 in a.stride():
+        if not kind.endswith("a view") or (a._is_view() and 0 in a.stride()):
             a = tensors[i % 2]
         target = _part(a, n) if kind.endswith("a view") else tensors[i % 2]
         IN_PLACE[name](target, b, n) if kind.startswith("in place") else POISON[name](target, bad)
@@ -223,7 +223,7 @@ READS: dict[str, tuple[Callable[[torch.Tensor], Any], Any]] = {
     "force": (lambda t: t.numpy(force=True).tolist(), [1, 2, 3]),
     "np.asarray": (lambda t: np.asarray(t.cpu()).tolist(), [1, 2, 3]),
     "f-string": (lambda t: f"{t[1]:03d}", "002"),
-    "percent": (lambda t: "%d" % t[1], "2"),
+    "percent": (lambda t: "%d" % t[1], "2"),  # noqa: UP031
     "shape": (lambda t: tuple(torch.zeros(int(t.max()), 2).shape), (3, 2)),
     "view": (lambda t: tuple(torch.zeros(6).view(t[1], -1).shape), (2, 3)),
     "arange": (lambda t: len(torch.arange(t[1], device=t.device)), 2),
@@ -308,7 +308,7 @@ def test_nothing_is_computed_so_nothing_is_infinite(gpu: VirtualGPU, check: str)
 def test_virtual_numbers_are_finite_and_equal_to_themselves(gpu: VirtualGPU) -> None:
     numbers = torch.empty(10_000, device=gpu.device)
     assert torch.isfinite(numbers).all().item() is True
-    assert (numbers != numbers).any().item() is False  # noqa: PLR0124
+    assert (numbers != numbers).any().item() is False
     assert (numbers.abs() == math.inf).any().item() is False
     assert torch.isfinite(torch.tensor([1.0, math.nan], device=gpu.device)).tolist() == [True, False]
 

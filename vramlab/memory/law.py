@@ -29,8 +29,8 @@ class MemoryLaw:
     """Sizes of storages as a + b * micro_batch, found from two traces and checked with all others.
 
     What a step does to memory is the same at any micro-batch, and so is the order; only sizes change. What kernels take
-    while they run (category workspace) is no straight line: between the traces it is interpolated, beyond the largest it
-    stays as it is there, since it grows no further than the card has processors.
+    while they run (category workspace) is no straight line, it grows in steps until all processors of the card are busy:
+    between two traces the larger value counts, beyond the last one that of the last.
 
     Args:
         traces: by micro-batch, at least three: two to find the law and one to check it.
@@ -90,7 +90,7 @@ class MemoryLaw:
         return allocator
 
     def is_exact(self, micro_batch: int) -> bool:
-        """Whether nothing had to be interpolated: what kernels take for themselves is the same in the traces on both sides."""
+        """Whether nothing had to be guessed: what kernels take for themselves is the same in the traces on both sides."""
         if micro_batch in self._sizes:
             return True
         above = int(np.searchsorted(self._sizes, micro_batch))
@@ -100,11 +100,10 @@ class MemoryLaw:
         return self._constant + self._slope * micro_batch
 
     def _scratch_at(self, micro_batch: int) -> np.ndarray:
-        n = min(max(micro_batch, self._sizes[0]), self._sizes[-1])
-        i = min(max(int(np.searchsorted(self._sizes, n)), 1), len(self._sizes) - 1)
-        low, high = self._sizes[i - 1], self._sizes[i]
-        share = (n - low) / (high - low)
-        return np.round(self._scratch[i - 1] * (1 - share) + self._scratch[i] * share).astype(np.int64)
+        above = min(int(np.searchsorted(self._sizes, micro_batch)), len(self._sizes) - 1)
+        if self._sizes[above] <= micro_batch or above == 0:
+            return self._scratch[above]
+        return np.maximum(self._scratch[above - 1], self._scratch[above])
 
 
 def _rounded(nbytes: np.ndarray) -> np.ndarray:

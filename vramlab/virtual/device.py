@@ -74,7 +74,8 @@ class VirtualGPU:
         capacity = card.memory - card.context - in_use
         if capacity <= 0:
             raise ValueError(
-                f"Nothing of {card} is left: its context takes {format_bytes(card.context)} and others {format_bytes(in_use)}; lower in_use."
+                f"Nothing of {card} is left: its context takes {format_bytes(card.context)} and others "
+                f"{format_bytes(in_use)}; lower in_use."
             )
         self.card, self.in_use, self.capacity = card, in_use, capacity
         self._values = Values()
@@ -264,7 +265,7 @@ class _Fake(FakeTensorMode):
 
     has_memory = True
     _open: ClassVar[list[_Fake]] = []
-    avoid_device_init = True  # type: ignore[assignment]  # else torch.tensor(..., device=...) looks for real kernels
+    avoid_device_init = True  # else torch.tensor(..., device=...) looks for real kernels
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -314,7 +315,7 @@ class _Mode(Recorder):
         self._workspaces.clear()
 
     def _storages(self, tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-        return storages_of(tensor) if not type(tensor) is torch.Tensor and self._is_followed(tensor) else []
+        return storages_of(tensor) if type(tensor) is not torch.Tensor and self._is_followed(tensor) else []
 
     def _is_followed(self, tensor: torch.Tensor) -> bool:
         if isinstance(tensor, FakeTensor):
@@ -349,7 +350,7 @@ class _Mode(Recorder):
             return True
         device = kwargs.get("device")
         # Memory is pinned to be exchanged with a card: it is virtual as well.
-        return device is not None and device.type == backend.NAME or bool(kwargs.get("pin_memory"))
+        return (device is not None and device.type == backend.NAME) or bool(kwargs.get("pin_memory"))
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
         try:

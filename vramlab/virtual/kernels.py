@@ -805,11 +805,24 @@ def _safe_softmax(a: dict[str, Any], out: Any, card: GPU) -> list[int]:
     return _freed([elements, rows, out.element_size()])
 
 
+def _index(a: dict[str, Any], out: Any, card: GPU) -> list[int]:
+    """Several indices are made alike: contiguous, if their strides differ once they are of one shape.
+
+    Reference: ``native/TensorAdvancedIndexing.cpp``, ``AdvancedIndex``.
+    """
+    indices = [index for index in a["indices"] if index is not None]
+    if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+        return []
+    shape = torch.broadcast_shapes(*(index.shape for index in indices))
+    expanded = [torch.empty_strided(index.shape, index.stride(), dtype=index.dtype, device="meta").expand(shape) for index in indices]
+    return _around(_copied(*expanded)) if len({index.stride() for index in expanded}) > 1 else []
+
+
 def _norms(a: dict[str, Any], out: Any, card: GPU) -> list[int]:
     """One float32 for each 65,536 elements of the longest tensor, for every tensor (``native/cuda/ForeachReduceOp.cu``)."""
     tensors = a["self"]
     chunks = max((ceil(tensor.numel() / 65536) for tensor in tensors), default=0)
-    return _freed([len(tensors) * chunks * 4])
+    return _around([len(tensors) * chunks * 4])
 
 
 def _convolution_backward(a: dict[str, Any], out: Any, card: GPU) -> list[int]:
@@ -1030,6 +1043,7 @@ def _one(itemsize: int) -> int:
 
 _ORDER = {
     aten._scaled_dot_product_efficient_attention.default: (2, 3, 0, 1),
+    aten.native_dropout.default: (1, 0),
 }
 """Outputs that are not allocated in the order in which they are returned, by what comes first."""
 
@@ -1045,6 +1059,7 @@ _HANDLERS: dict[torch._ops.OpOverload, _Handler] = {
     aten._log_softmax_backward_data.default: _copies("grad_output", "output"),
     aten._softmax_backward_data.default: _softmax_backward,
     aten.embedding.default: _copies("indices", before=True),
+    aten.index.Tensor: _index,
     aten.convolution_backward.default: _convolution_backward,
     aten.logsumexp.default: _log_sum_exp,
     aten._foreach_norm.Scalar: _norms,

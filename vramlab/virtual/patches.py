@@ -15,6 +15,7 @@ import torch.autograd.graph
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.optim.optimizer import _foreach_supported_types
 
 from vramlab.tensors import is_virtual
@@ -36,13 +37,14 @@ def patched(values: Values) -> Iterator[None]:
             undo.callback(delattr, owner, name) if missing else undo.callback(setattr, owner, name, old)
 
         # Optimizers without flags take foreach on a card, and ask for the exact type of the parameters.
-        _foreach_supported_types.append(FakeTensor)
-        undo.callback(_foreach_supported_types.remove, FakeTensor)
+        for types in (_foreach_supported_types, torch.utils._foreach_utils._foreach_supported_types):  # clipping has a list of its own
+            types.append(FakeTensor)
+            undo.callback(types.remove, FakeTensor)
         # transformers asks whether tensors are traced before it looks at a mask.
         put(torch._subclasses, "FakeTensor", _OnlyOthers)
         put(nn.Module, "_apply", _apply(nn.Module._apply))
         put(torch.utils, "swap_tensors", _swap(torch.utils.swap_tensors))
-        put(nn.parameter.UninitializedTensorMixin, "materialize", _materialize(nn.parameter.UninitializedTensorMixin.materialize))
+        put(UninitializedTensorMixin, "materialize", _materialize(UninitializedTensorMixin.materialize))
         put(torch, "Generator", _generator(torch.Generator))
         put(torch.Tensor, "pin_memory", _pin(torch.Tensor.pin_memory))
         put(torch.autograd.graph, "save_on_cpu", _SaveOnHost)
@@ -88,7 +90,7 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
         goal = fn(torch.empty(0)).device
         if goal.type != backend.NAME and not any(map(is_virtual, self.parameters(recurse=False))):
             return original(self, fn, recurse=False)
-        everything = self._parameters, self._buffers
+        everything: tuple[Any, Any] = self._parameters, self._buffers
         lazy = [t for named in everything for t in named.values() if t is not None and nn.parameter.is_lazy(t)]
         for tensor in lazy:
             tensor.__dict__[_LATER] = goal  # it has no memory yet
@@ -310,7 +312,7 @@ def building(device: torch.device, values: Values, made: Callable[[torch.Tensor]
             tensor = tensor.to(device)
         register_buffer(module, name, tensor, *args, **kwargs)
 
-    initialisers = {n: f for n, f in vars(nn.init).items() if n.endswith("_") and callable(f) or n.startswith("_no_grad_")}
+    initialisers = {n: f for n, f in vars(nn.init).items() if (n.endswith("_") and callable(f)) or n.startswith("_no_grad_")}
     before, values.building = values.building, True
     nn.Module.register_parameter, nn.Module.register_buffer = registered, buffered  # type: ignore[method-assign, assignment]
     for name in initialisers:

@@ -54,7 +54,9 @@ def _is_repeatable(func: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or "out" in func._overloadname:
         return False
     tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view)
-    return not any(tag in func.tags for tag in tags) and not func._schema.name.startswith(("aten::set_", "aten::resize", "aten::_resize", "aten::lift"))
+    return not any(tag in func.tags for tag in tags) and not func._schema.name.startswith(
+        ("aten::set_", "aten::resize", "aten::_resize", "aten::lift")
+    )
 
 
 def _part(value: Any) -> Any:
@@ -99,6 +101,8 @@ def _tensor_like(out: FakeTensor, arguments: list[torch.Tensor], seen: list[int]
         if out is argument:
             return lambda fake, given: given[i]
     shape, stride, offset, dtype, device = out.shape, out.stride(), out.storage_offset(), out.dtype, out.fake_device
+    if out.layout is not torch.strided:
+        raise _NoKeyError
     storage = out.untyped_storage()
     if storage._cdata in seen:
         base = seen.index(storage._cdata)

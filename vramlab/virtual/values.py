@@ -165,9 +165,9 @@ class Values:
     def unknown(self, func: Any) -> UnknownValueError:
         name = str(func).replace("aten.", "aten::").removesuffix(".default")
         return UnknownValueError(
-            f"Nothing is computed on a virtual GPU, so what Python reads from it must have come from the CPU: {name} at {users_line() or 'an unknown line'} "
-            "needs values that were computed on the card. Compute them on the CPU and move them there, or leave out the check or the "
-            "branch that reads them while planning; where a shape depends on values, use the largest that can occur."
+            "Nothing is computed on a virtual GPU, so what Python reads from it must have come from the CPU: "
+            f"{name} at {users_line() or 'an unknown line'} needs values that were computed on the card. "
+            "Compute them on the CPU and move them there, or leave out the check or the branch that reads them while planning; where a shape depends on values, use the largest that can occur."
         )
 
 
