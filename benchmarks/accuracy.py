@@ -283,7 +283,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="rows whose id or table contains it; may be repeated")
     parser.add_argument("--python", action="append", default=[], metavar="VERSION=PATH", help="an interpreter with this transformers")
     parser.add_argument("--rivals", action="store_true", help="run the other estimators too (minutes)")
-    parser.add_argument("--merge", action="store_true", help="keep the rows of the results file that are not run now")
+    parser.add_argument("--merge", action="store_true", help="keep what the results file has of rows and estimators that are not run now")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -296,7 +296,9 @@ def main() -> None:
     results = earlier() if arguments.merge else {}
     for python, rows in by_python.items():
         for found in ask(python, rows, arguments.rivals):
-            result = results[found["id"]] = scored(known[found["id"]], found)
+            result = scored(known[found["id"]], found)
+            result["others"] = results.get(found["id"], result)["others"] | result["others"]
+            results[found["id"]] = result
             error = f"{result['relative_error']:+8.2%}" if "relative_error" in result else "verdict "
             told = result.get("error") or f"{error}  fits: {result['fits']}"
             print(f"{found['id'][:60]:62}{told}", flush=True)

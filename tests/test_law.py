@@ -82,14 +82,22 @@ def test_what_moves_in_place_moves_in_the_law() -> None:
     assert law.replayed(4).peak_reserved == 36 * MiB
 
 
-def test_scratch_between_two_traces_is_the_larger_and_stays_beyond_the_last() -> None:
-    law = MemoryLaw({n: step(n, scratch=n * MiB if n < 10 else 10 * MiB) for n in (2, 4, 12)})
-    assert law.peak(3) == step(3, scratch=4 * MiB).rounded().peak
-    assert law.peak(1) == step(1, scratch=2 * MiB).rounded().peak
-    assert law.peak(100) == step(100, scratch=10 * MiB).rounded().peak
+def test_scratch_on_a_line_is_exact() -> None:
+    law = MemoryLaw({n: step(n, scratch=n * MiB) for n in (2, 3, 12)})
+    for n in (3, 7, 11):
+        assert law.peak(n) == step(n, scratch=n * MiB).rounded().peak
+        assert law.is_exact(n)
+    assert law.peak(30) == step(30, scratch=30 * MiB).rounded().peak
+    assert not law.is_exact(30)  # nobody has looked there
+
+
+def test_scratch_that_stops_growing_follows_the_line_up_to_where_it_stops() -> None:
+    law = MemoryLaw({n: step(n, scratch=min(n, 10) * MiB) for n in (2, 4, 20)})
+    for n in (3, 8, 15, 100):
+        assert law.peak(n) == step(n, scratch=min(n, 10) * MiB).rounded().peak
     assert law.is_exact(4)
     assert not law.is_exact(3)
-    assert not law.is_exact(100)
+    assert not law.is_exact(15)
 
 
 def test_scratch_that_begins_with_the_size_is_no_other_event() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import itertools
+import math
 import time
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
@@ -158,7 +159,7 @@ class Plan:
         return allocator
 
     def law(self, micro_batch: int, *, quick: bool = False) -> LawPoint:
-        """The same step at another micro-batch, from the law of its sizes. The first call traces three micro-batches to find it.
+        """The same step at another micro-batch, from the law of its sizes. The first call traces four micro-batches to find it.
 
         Sizes of tensors follow the law to the byte. What kernels take for themselves may not: then this micro-batch is traced
         (seconds), or with ``quick`` it is taken as between its neighbours, in 0.1 s, and the result says ``exact=False``.
@@ -206,12 +207,12 @@ class Plan:
 
     @cached_property
     def _law(self) -> MemoryLaw | None:
-        """From traces at 2 and 3, and one where the card is full, for there it has to be right."""
+        """From traces at 2 and 3, one where the card is full, for there it has to be right, and one on the way."""
         one, two = self._at(2), self._at(3)
         step = max(two.trace.peak - one.trace.peak, 1)
-        full = 3 + max(1, (self.capacity - two.trace.peak) // step)
+        full = min(3 + max(1, (self.capacity - two.trace.peak) // step), 4096)
         try:
-            return MemoryLaw({n: self._at(n).trace for n in (2, 3, min(full, 4096))})
+            return MemoryLaw({n: self._at(n).trace for n in {2, 3, max(4, math.isqrt(3 * full)), full}})
         except LawError as error:
             self.__dict__["_no_law"] = str(error)
             return None

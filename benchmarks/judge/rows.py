@@ -7,7 +7,7 @@ from typing import Any
 
 Row = dict[str, Any]
 
-AMPERE_OR_NEWER = ("H100 SXM", "A100 80GB", "RTX 4090", "RTX 3090", "RTX 5090")
+AMPERE_OR_NEWER = ("H100 SXM", "A100 80GB", "RTX 4090", "RTX 3090", "RTX 5090")  # with bf16
 CARDS = (*AMPERE_OR_NEWER, "T4")
 
 PRECISIONS = ("fp32", "tf32", "amp-bf16", "amp-fp16", "bf16")
@@ -50,6 +50,7 @@ SIZES: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
     ("gpt", "llama-1b", {"sequence": 512}, {"micro_batch": 2, "loss_chunks": 8}),
 )
 
+LARGE = ("gpt2-xl", "llama-1b")
 LIBRARY = ("gpt2", "bert", "distilbert", "llama", "t5", "qwen3", "gemma2", "mistral", "opt", "phi3", "gpt-neo")
 
 
@@ -60,17 +61,18 @@ def rows() -> list[Row]:
 
 def _tasks() -> Iterator[Row]:
     for precision in PRECISIONS:
-        for techniques in ({}, *TECHNIQUES):
+        thorough = precision in ("fp32", "amp-bf16")
+        for techniques in ({}, *TECHNIQUES) if thorough else TECHNIQUES[::2]:
             if not (techniques.get("optimizer_in_backward") and precision == "amp-fp16"):
                 yield _task("RTX 4090", "gpt", "mini", {}, {"precision": precision, **techniques})
-        for card in CARDS:
-            if card == "T4" and "bf16" in precision:
-                continue
-            yield _task(card, "gpt", "nano", {}, {"precision": precision})
-            for family, size, options, recipe in SIZES:
-                large = size in ("gpt2-xl", "llama-1b")
-                if not large or (precision in ("amp-bf16", "bf16") and card != "RTX 3090"):
-                    yield _task(card, family, size, options, {"precision": precision, **recipe})
+    for card in CARDS:
+        for precision in PRECISIONS:
+            if card != "T4" or "bf16" not in precision:
+                yield _task(card, "gpt", "nano", {}, {"precision": precision})
+    for card, precision in (*((card, "amp-bf16") for card in AMPERE_OR_NEWER), ("T4", "amp-fp16"), ("A100 80GB", "fp32"), ("RTX 4090", "bf16")):
+        for family, size, options, recipe in SIZES:
+            if size not in LARGE or card == "H100 SXM":
+                yield _task(card, family, size, options, {"precision": precision, **recipe})
 
 
 def _task(card: str, family: str, size: str, options: dict[str, Any], recipe: dict[str, Any]) -> Row:

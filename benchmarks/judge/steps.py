@@ -137,8 +137,12 @@ def main() -> None:
     side, trace = {"real": real, "virtual": virtual}[sys.argv[1]], "--events" in sys.argv
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    if side is virtual:
+        import vramlab.virtual.device
     for line in sys.stdin:
         row = json.loads(line)
+        if "model" in row:
+            import library  # noqa: F401  once, before the fork
         child = os.fork()
         if child:
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -29,8 +29,8 @@ class MemoryLaw:
     """Sizes of storages as a + b * micro_batch, found from two traces and checked with all others.
 
     What a step does to memory is the same at any micro-batch, and so is the order; only sizes change. What kernels take
-    while they run (category workspace) is no straight line, it grows in steps until all processors of the card are busy:
-    between two traces the larger value counts, beyond the last one that of the last.
+    while they run (category workspace) need not follow a line, it grows in steps until all processors of the card are busy;
+    where it does not, it is guessed between the traces: along the line up to what it reaches in the next trace.
 
     Args:
         traces: by micro-batch, at least three: two to find the law and one to check it.
@@ -53,6 +53,8 @@ class MemoryLaw:
         self._slope, self._constant = slope, one.nbytes - slope * first
         self._storage, self._moves = one.storage, one.moves
         self._scratch = np.array([s.scratch for s in skeletons])
+        self._scratch_slope = (self._scratch[1] - self._scratch[0]) / (second - first)
+        self._straight = np.all([s == self._scratch_line(n) for n, s in zip(self._sizes, self._scratch, strict=True)], axis=0)
         crooked = rest != 0
         for n, other in zip(self._sizes[2:], skeletons[2:], strict=True):
             crooked |= other.nbytes != self._nbytes(n)
@@ -90,20 +92,31 @@ class MemoryLaw:
         return allocator
 
     def is_exact(self, micro_batch: int) -> bool:
-        """Whether nothing had to be guessed: what kernels take for themselves is the same in the traces on both sides."""
+        """Whether nothing has to be guessed: what kernels take is on a line, or the same in the traces on both sides."""
         if micro_batch in self._sizes:
             return True
         above = int(np.searchsorted(self._sizes, micro_batch))
-        return 0 < above < len(self._sizes) and bool((self._scratch[above - 1] == self._scratch[above]).all())
+        if not 0 < above < len(self._sizes):
+            return False
+        return bool((self._straight | (self._scratch[above - 1] == self._scratch[above])).all())
 
     def _nbytes(self, micro_batch: int) -> np.ndarray:
         return self._constant + self._slope * micro_batch
 
+    def _scratch_line(self, micro_batch: int) -> np.ndarray:
+        return self._scratch[0] + self._scratch_slope * (micro_batch - self._sizes[0])
+
     def _scratch_at(self, micro_batch: int) -> np.ndarray:
-        above = min(int(np.searchsorted(self._sizes, micro_batch)), len(self._sizes) - 1)
-        if self._sizes[above] <= micro_batch or above == 0:
-            return self._scratch[above]
-        return np.maximum(self._scratch[above - 1], self._scratch[above])
+        """On the line where all traces are; else below what the next trace has, or between both if it begins in between."""
+        line = np.maximum(self._scratch_line(micro_batch), 0)
+        above = min(max(int(np.searchsorted(self._sizes, micro_batch)), 1), len(self._sizes) - 1)
+        n = min(max(micro_batch, self._sizes[above - 1]), self._sizes[above])
+        share = (n - self._sizes[above - 1]) / (self._sizes[above] - self._sizes[above - 1])
+        low, high = self._scratch[above - 1], self._scratch[above]
+        between = low + (high - low) * share
+        guess = np.where(self._scratch_line(self._sizes[above]) >= high, np.minimum(line, high), between)
+        guess = np.where(low == high, low, guess)
+        return np.round(np.where(self._straight, line, guess)).astype(np.int64)
 
 
 def _rounded(nbytes: np.ndarray) -> np.ndarray:

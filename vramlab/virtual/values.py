@@ -167,7 +167,8 @@ class Values:
         return UnknownValueError(
             "Nothing is computed on a virtual GPU, so what Python reads from it must have come from the CPU: "
             f"{name} at {users_line() or 'an unknown line'} needs values that were computed on the card. "
-            "Compute them on the CPU and move them there, or leave out the check or the branch that reads them while planning; where a shape depends on values, use the largest that can occur."
+            "Compute them on the CPU and move them there, or leave out the check or the branch that reads them while planning; "
+            "where a shape depends on values, use the largest that can occur."
         )
 
 
