@@ -34,7 +34,9 @@ def step(n: int, constant: int = 5 * MiB, slope: int = 3 * MiB, scratch: int = 0
     rows.append((1, slope * n, Category.ACTIVATIONS))
     if scratch:
         rows += [(2, scratch, Category.WORKSPACE), (2, -scratch, Category.WORKSPACE)]
-    return trace([*rows, (3, 100 * n + 8, Category.TEMPORARY), (1, -slope * n, Category.ACTIVATIONS), (3, -100 * n - 8, Category.TEMPORARY)])
+    return trace(
+        [*rows, (3, 100 * n + 8, Category.TEMPORARY), (1, -slope * n, Category.ACTIVATIONS), (3, -100 * n - 8, Category.TEMPORARY)]
+    )
 
 
 def test_the_peak_at_any_micro_batch_is_that_of_its_trace() -> None:

@@ -8,7 +8,7 @@ import operator
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
@@ -55,7 +55,7 @@ def train(
     *,
     record_every: int | None = 50,
     learning_rate: float = 1e-3,
-) -> Iterator[StepReport]:
+) -> Generator[StepReport, None, None]:
     """Train without end, one optimizer step a window; the caller decides when to stop.
 
     Steps 1 and 2 (the optimizer's state appears during the first) and every ``record_every``-th are recorded. Ctrl-C

@@ -69,7 +69,12 @@ def _tasks() -> Iterator[Row]:
         for precision in PRECISIONS:
             if card != "T4" or "bf16" not in precision:
                 yield _task(card, "gpt", "nano", {}, {"precision": precision})
-    for card, precision in (*((card, "amp-bf16") for card in AMPERE_OR_NEWER), ("T4", "amp-fp16"), ("A100 80GB", "fp32"), ("RTX 4090", "bf16")):
+    for card, precision in (
+        *((card, "amp-bf16") for card in AMPERE_OR_NEWER),
+        ("T4", "amp-fp16"),
+        ("A100 80GB", "fp32"),
+        ("RTX 4090", "bf16"),
+    ):
         for family, size, options, recipe in SIZES:
             if size not in LARGE or card == "H100 SXM":
                 yield _task(card, family, size, options, {"precision": precision, **recipe})

@@ -635,7 +635,6 @@ def test_categories_phases_operators_and_lines_of_a_small_loop(gpu: VirtualGPU) 
     assert {"loss = torch.tanh(model(x)).sum()", "optimizer.step()", "loss.backward()"} <= said
 
 
-@pytest.mark.xfail(reason="now.py gives a line the nodes of the operator before", strict=True)
 def test_what_a_backward_allocates_is_ascribed_to_the_line_of_its_forward(gpu: VirtualGPU) -> None:
     x = data(gpu, 1024).requires_grad_()
     y = torch.sigmoid(x)

@@ -1,190 +1,125 @@
-"""Judges of the bytes: a real run on the CPU, the allocator's own counters, a replay of the events, a recorder inside."""
+"""What PyTorch's own host code allocated on the cards of benchmarks/judge, planned again on virtual ones: to the byte."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import importlib
+import json
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-import vramlab as vl
-from vramlab.memory.allocator import CachingAllocator
-from vramlab.memory.trace import Category, MemoryTrace
-from vramlab.virtual.device import VirtualGPU, virtual_gpu
+from vramlab import Recipe, gpus
+from vramlab.units import MiB
 
-Loop = Callable[[torch.device], None]
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+FACTS = json.loads((BENCHMARKS / "results" / "judge.json").read_text())
+Row = dict[str, Any]
 
 
-def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+def load(name: str) -> Any:
+    """A module of benchmarks/judge, which is no package."""
+    paths = [str(BENCHMARKS / "judge"), str(BENCHMARKS)]
+    sys.path[:0] = paths
+    try:
+        return importlib.import_module(name)
+    finally:
+        for path in paths:
+            sys.path.remove(path)
 
 
-class _Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3))
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
+rows, steps, build, run = (load(name) for name in ("rows", "steps", "build", "run"))
 
 
-def _vectors(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(size, 32, device=device), torch.zeros(size, dtype=torch.long, device=device)
+def quick(seconds: float) -> list[Row]:
+    """The rows that were planned fastest, as many as take so long together; each in under a second."""
+    chosen: list[Row] = []
+    for row in sorted(FACTS["rows"], key=lambda row: row["seconds"]):
+        seconds -= row["seconds"]
+        if seconds > 0 and row["seconds"] < 1:
+            chosen.append(row)
+    return chosen
 
 
-def _images(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(size, 3, 16, 16, device=device), torch.zeros(size, dtype=torch.long, device=device)
+@pytest.mark.parametrize("row", quick(40), ids=lambda row: row["id"])
+def test_planned_bytes_are_those_of_the_real_allocator(row: Row) -> None:
+    judged = FACTS["torch"].split("+")[0]
+    if torch.__version__.split(".")[:2] != judged.split(".")[:2]:
+        pytest.skip(f"judged with torch {judged}")
+    if "model" in row and pytest.importorskip("transformers").__version__ != FACTS["transformers"]:
+        pytest.skip(f"judged with transformers {FACTS['transformers']}")
+    planned = steps.virtual(row, trace=False)["steps"]
+    assert planned == [list(step) for step in zip(row["allocated"], row["reserved"], row["between"], strict=True)]
 
 
-def _conv() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1, stride=2),
-        nn.GroupNorm(4, 16), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10),
-    )  # fmt: skip
+def test_all_rows_were_judged() -> None:
+    keys = ("id", "card", "task", "recipe", "model", "options")
+    asked = json.loads(json.dumps(rows.rows()))
+    assert [{key: row[key] for key in keys if key in row} for row in FACTS["rows"]] == asked
 
 
-SGD = lambda p: torch.optim.SGD(p, lr=0.1, foreach=False)  # noqa: E731
-MOMENTUM = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False)  # noqa: E731
-ADAMW = lambda p: torch.optim.AdamW(p, foreach=False)  # noqa: E731
-FOREACH = lambda p: torch.optim.AdamW(p, foreach=True)  # noqa: E731
+def test_every_row_has_an_id_of_its_own_a_card_and_a_recipe_that_exists() -> None:
+    assert len({row["id"] for row in FACTS["rows"]}) == len(FACTS["rows"])
+    for row in FACTS["rows"]:
+        assert gpus.gpu(row["card"]).name in steps.CARDS
+        assert ("task" in row) != ("model" in row)
+        Recipe(**row.get("recipe", {}))
 
 
-def _loop(model: Any, batch: Any, optimizer: Any = ADAMW, steps: int = 2, accumulation: int = 1, set_to_none: bool = True) -> Loop:
-    def run(device: torch.device) -> None:
-        net = model().to(device)
-        opt = optimizer(net.parameters())
-        for _ in range(steps):
-            for _ in range(accumulation):
-                x, y = batch(8, device)
-                F.cross_entropy(net(x).flatten(1), y).backward()
-            opt.step()
-            opt.zero_grad(set_to_none)
-
-    return run
+def test_judged_bytes_are_those_of_a_caching_allocator() -> None:
+    for row in FACTS["rows"]:
+        for allocated, reserved, between in zip(row["allocated"], row["reserved"], row["between"], strict=True):
+            assert 0 < between <= allocated <= reserved, row["id"]
+            assert allocated % 512 == between % 512 == reserved % (2 * MiB) == 0, row["id"]
+        assert len(row["allocated"]) == steps.STEPS
 
 
-def _task(name: str, recipe: vl.Recipe) -> Loop:
-    task = {
-        "gpt": lambda: vl.tasks.gpt("nano", sequence=16),
-        "resnet": lambda: vl.tasks.resnet("nano"),
-    }[name]()
-
-    def run(device: torch.device) -> None:
-        net = task.model().to(device)
-        if recipe.checkpointing == "blocks":
-            vl.techniques.checkpoint_blocks(net)
-        opt = ADAMW(net.parameters())
-        for _ in range(2):
-            for _ in range(recipe.accumulation):
-                total, count = task.loss(net, task.batch(recipe.micro_batch, device))
-                (total / count).backward()
-            opt.step()
-            opt.zero_grad()
-
-    return run
+def test_what_is_said_of_all_rows_is_counted() -> None:
+    summary = FACTS["summary"]
+    assert summary["rows"] == len(FACTS["rows"])
+    assert summary["failed"] == 0
+    assert summary["equal in allocated"] <= summary["rows"]
 
 
-LOOPS: dict[str, Loop] = {
-    "mlp": _loop(_mlp, _vectors),
-    "mlp, sgd": _loop(_mlp, _vectors, SGD),
-    "mlp, momentum": _loop(_mlp, _vectors, MOMENTUM),
-    "mlp, foreach": _loop(_mlp, _vectors, FOREACH),
-    "mlp, gradients kept": _loop(_mlp, _vectors, set_to_none=False, steps=3),
-    "mlp, accumulation": _loop(_mlp, _vectors, accumulation=3),
-    "conv": _loop(_conv, _images),
-    "checkpointed": _loop(lambda: _Checkpointed(False), _vectors),
-    "checkpointed, reentrant": _loop(lambda: _Checkpointed(True), lambda n, d: (_vectors(n, d)[0].requires_grad_(), _vectors(n, d)[1])),
-    "rnn": _loop(lambda: nn.Sequential(nn.Unflatten(1, (4, 8)), nn.LayerNorm(8), nn.Flatten(), nn.Linear(32, 8)), _vectors),
-}
+# Comparing
 
 
-def without_workspaces(trace: MemoryTrace) -> MemoryTrace:
-    events = trace.events
-    keep = events.category != Category.WORKSPACE
-    numbers = np.cumsum(keep) - 1
-    moves = frozenset(int(numbers[i]) for i in events.moves)
-    columns = {n: getattr(events, n)[keep] for n in ("storage", "nbytes", "category", "module", "phase", "operator", "line")}
-    seeds = int(np.count_nonzero(keep[: events.seeds]))
-    steps = tuple((int(np.count_nonzero(keep[:end])), whose) for end, whose in events.steps)
-    return MemoryTrace(replace(events, **columns, moves=moves, seeds=seeds, steps=steps))
+def test_the_order_of_releases_that_follow_one_another_does_not_count() -> None:
+    one, other = [[8, ""], [4, ""], [-8, ""], [-4, ""], [2, ""]], [[8, ""], [4, ""], [-4, ""], [-8, ""], [2, ""]]
+    assert run.first_difference(one, other) == "all 5 events are equal"
 
 
-def virtual(loop: Loop) -> VirtualGPU:
-    with virtual_gpu("RTX 4090", limited=False) as gpu:
-        loop(gpu.device)
-    return gpu
+@pytest.mark.parametrize("planned", [[[8, "b"], [4, "c"]], [[8, "b"]]])
+def test_the_first_allocation_that_differs_is_named(planned: list[Any]) -> None:
+    assert run.first_difference([[8, "a"], [2, "where"]], planned).startswith("event 1: judged +2 (where), planned ")
 
 
-def on_cpu(loop: Loop) -> int:
-    """The peak of a real run. Adam's step counters, 4 bytes each, are in host memory, which is another place on a card."""
-    with vl.record() as trace:
-        loop(torch.device("cpu"))
-    live = trace.holders(10_000)
-    return trace.peak - int(live[(live["category"] == "optimizer state") & (live["bytes"] == 4)]["bytes"].sum())
+def test_the_greatest_difference_of_all_steps_is_told() -> None:
+    row = {"real": {"steps": [[10, 20, 5], [10, 20, 5]]}, "virtual": {"steps": [[10, 20, 5], [7, 22, 5]]}}
+    assert run.differences(row) == [-3, 2, 0]
+    assert run.differences(row | {"real": {"error": "none"}}) is None
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_the_peak_is_that_of_a_real_run_on_the_cpu(name: str) -> None:
-    expected, planned = on_cpu(LOOPS[name]), without_workspaces(virtual(LOOPS[name]).trace)
-    assert planned.peak == expected, planned.breakdown()
+# Building
 
 
-@pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.parametrize("expandable", [False, True])
-def test_what_the_allocator_counted_is_what_the_trace_says_and_what_a_replay_gives(name: str, expandable: bool) -> None:
-    with virtual_gpu("RTX 4090", expandable_segments=expandable) as gpu:
-        LOOPS[name](gpu.device)
-        events = gpu.trace.events
-        assert gpu.allocated == gpu.trace.rounded().events.nbytes.sum()
-    assert gpu.peak_allocated == gpu.trace.rounded().peak
-    again = CachingAllocator(expandable_segments=expandable)
-    again.replay(zip(events.storage.tolist(), events.nbytes.tolist(), strict=True), events.moves)
-    assert (again.peak_allocated, again.peak_reserved) == (gpu.peak_allocated, gpu.peak_reserved)
-    assert (again.allocated, again.reserved) == (gpu.allocated, gpu.reserved)
+def test_without_cudas_headers_the_message_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"purelib": str(tmp_path)})
+    with pytest.raises(FileNotFoundError, match=r"The judge needs the headers of a CUDA 13 build of torch, and .* has none: pip install"):
+        build.headers()
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_a_recorder_inside_sees_what_the_card_sees(name: str) -> None:
-    with virtual_gpu("RTX 4090") as gpu:
-        with vl.record(device=gpu.device) as trace:
-            LOOPS[name](gpu.device)
-    card = without_workspaces(gpu.trace)
-    assert trace.peak == card.peak
-    assert [n for n in trace.events.nbytes if n] == [n for n in card.events.nbytes if n]
+def test_without_gcc_the_message_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="The judge is compiled with gcc, and there is none: apt install gcc"):
+        build.build(tmp_path)
 
 
-GPT = {
-    "plain": vl.Recipe(micro_batch=2, attention="math"),
-    "accumulation": vl.Recipe(micro_batch=2, attention="math", accumulation=2),
-    "blocks": vl.Recipe(micro_batch=2, attention="math", checkpointing="blocks"),
-}
-
-
-@pytest.mark.parametrize("recipe", GPT)
-def test_a_transformer_is_planned_as_it_runs_on_the_cpu(recipe: str) -> None:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    loop = _task("gpt", GPT[recipe])
-
-    def math_only(device: torch.device) -> None:
-        with sdpa_kernel(SDPBackend.MATH):
-            loop(device)
-
-    expected, planned = on_cpu(math_only), without_workspaces(virtual(math_only).trace)
-    assert planned.peak == expected, planned.breakdown()
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_convolutional_network_is_planned_as_it_runs_on_the_cpu(accumulation: int) -> None:
-    loop = _task("resnet", vl.Recipe(micro_batch=2, accumulation=accumulation))
-    expected, planned = on_cpu(loop), without_workspaces(virtual(loop).trace)
-    assert planned.peak == expected, planned.breakdown()
+def test_a_process_of_the_judge_loads_its_libraries_first() -> None:
+    environment = build.environment(Path("/folder"))
+    assert environment["LD_PRELOAD"] == "/folder/shim.so /folder/blas.so"
+    assert environment["LD_LIBRARY_PATH"].startswith("/folder")

@@ -23,6 +23,7 @@ from vramlab.memory.recorder import record
 from vramlab.memory.trace import Category, MemoryTrace, Phase
 from vramlab.units import round_up
 from vramlab.virtual.device import VirtualGPU, virtual_gpu
+from vramlab.virtual.kernels import TORCH
 from vramlab.virtual.values import UnknownValueError
 
 tf = pytest.importorskip("transformers", reason="needs transformers")
@@ -415,7 +416,11 @@ ATTENTION = {"_scaled_dot_product_efficient_attention", "_scaled_dot_product_eff
 AROUND_ATTENTION = {"clone", "_to_copy", "scalar_tensor", "lift_fresh", "empty_like", "sum.dim_IntList"}
 
 
-@pytest.mark.parametrize("name", [*FUSED, *(["ViT of torchvision"] if HAS_TORCHVISION else [])])
+FUSED_IN_FP32 = [name for name in FUSED if name not in ("Qwen3", "Mixtral") or TORCH >= (2, 14)]
+"""Before 2.14 the kernel that takes fp32 wants as many key heads as query heads."""
+
+
+@pytest.mark.parametrize("name", [*FUSED_IN_FP32, *(["ViT of torchvision"] if HAS_TORCHVISION else [])])
 def test_fused_attention_is_all_that_differs_from_the_cpu(name: str) -> None:
     case = (FUSED | small_torchvision())[name]
     true, virtual = operators(really(case)), operators(virtually(case).trace)
@@ -450,7 +455,8 @@ MASKED = [name for name in FUSED if name != "ViT"]
 @pytest.mark.parametrize("name", MASKED)
 def test_a_mask_of_ones_costs_itself_and_no_more(name: str, autocast: bool) -> None:
     without, with_ones = (virtually(FUSED[name], autocast, lengths=lengths) for lengths in (None, ONES))
-    assert kernels(with_ones) == kernels(without) != set()
+    assert kernels(with_ones) == kernels(without)
+    assert len(kernels(without)) == (autocast or name in FUSED_IN_FP32)
     assert with_ones.peak_allocated == without.peak_allocated + blocks([2 * 64 * 8])
 
 

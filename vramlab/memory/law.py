@@ -61,7 +61,9 @@ class MemoryLaw:
         if crooked.any():
             i = int(crooked.argmax())
             found = ", ".join(f"{abs(int(s.nbytes[i])):,} at {n}" for n, s in zip(self._sizes, skeletons, strict=True))
-            raise LawError(f"The size of event {i} ({_operator(traces[first].events, i)}) is no straight line over the micro-batch: {found}.")
+            raise LawError(
+                f"The size of event {i} ({_operator(traces[first].events, i)}) is no straight line over the micro-batch: {found}."
+            )
 
     def peak(self, micro_batch: int) -> int:
         """Peak bytes in storages, each rounded up to the allocator's block of 512, in well under a millisecond.
@@ -125,7 +127,7 @@ def _rounded(nbytes: np.ndarray) -> np.ndarray:
 
 def _skeleton(events: Events) -> _Skeleton:
     """Kernels' own memory comes and goes between two other events; cuBLAS keeps its workspace, so that is an event like others."""
-    _, first, number, count = np.unique(events.storage, return_index=True, return_inverse=True, return_counts=True)
+    _, first, number = np.unique(events.storage, return_index=True, return_inverse=True)
     kept = np.zeros(len(first), bool)
     np.logical_or.at(kept, number, events.category != Category.WORKSPACE)
     ends = np.zeros(len(first), np.int64)

@@ -159,8 +159,9 @@ class Ledger:
             return
         entry.died = self._now.epoch
         row = self._row(entry, -entry.nbytes)
-        if entry is self._replaced and self._waiting is not None:
-            new, self._waiting, self._replaced = self._waiting, None, None
+        new = self._waiting
+        if entry is self._replaced and new is not None:
+            self._waiting = self._replaced = None
             self._rows[self._last_made] = (*self._rows[self._last_made][:-1], 1)
             self._rows.insert(self._last_made, row)
             if self._allocator is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from bisect import bisect_right
@@ -42,7 +43,7 @@ def _short_name(file: str) -> str:
 
 _PACKAGE = Path(__file__).parents[1]
 _MACHINERY = (
-    str(Path(torch.__file__).parent),
+    f"{Path(torch.__file__).parent}{os.sep}",
     "<frozen",
     "<string>",
     *(str(_PACKAGE / part) for part in ("memory", "virtual", "training.py", "planning.py", "experiments.py")),
@@ -79,6 +80,7 @@ class Now:
         self._made_by: list[int] = []
         self._lines_from: list[int] = []  # and the line
         self._made_at: list[int] = []
+        self._numbered = 0
 
     @property
     def outside_modules(self) -> bool:
@@ -163,14 +165,13 @@ class Now:
         """Note the user's line that runs; in backward that which made the node of the graph."""
         if not self.in_backward():
             self.line = self.lines.setdefault(users_line(), len(self.lines))
-            number = torch.autograd._get_sequence_nr()
-            if not self._lines_from or self._lines_from[-1] != number or self._made_at[-1] != self.line:
-                self._lines_from.append(number)
+            if not self._made_at or self._made_at[-1] != self.line:
+                # A node is made before its operator runs: those made since the last operator are this one's.
+                self._lines_from.append(self._numbered)
                 self._made_at.append(self.line)
-        elif (node := torch._C._current_autograd_node()) is not None:
-            i = bisect_right(self._lines_from, node._sequence_nr()) - 1
-            if 0 <= i < len(self._lines_from) - 1:
-                self.line = self._made_at[i]
+            self._numbered = torch.autograd._get_sequence_nr()
+        elif (node := torch._C._current_autograd_node()) is not None and (number := node._sequence_nr()) < self._numbered:
+            self.line = self._made_at[max(bisect_right(self._lines_from, number) - 1, 0)]
 
     def _see_node(self) -> None:
         node = torch._C._current_autograd_node()

@@ -204,9 +204,8 @@ class Recorder(TorchDispatchMode):
         known = tensor in self._parameters
         if not known or module:
             self._parameters[tensor] = module
-        if not known:
-            if tensor.requires_grad and tensor.is_leaf and self._undo is not None:
-                self._undo.callback(tensor.register_post_accumulate_grad_hook(self._gradient_arrives).remove)
+        if not known and tensor.requires_grad and tensor.is_leaf and self._undo is not None:
+            self._undo.callback(tensor.register_post_accumulate_grad_hook(self._gradient_arrives).remove)
         for storage in self._storages(tensor):
             self._ledger.found(storage, Category.PARAMETERS, module, tensor.device)
 

@@ -483,8 +483,8 @@ def transients(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[st
         at the end. 0 stands where the operator's next output is allocated; without it, the outputs come first.
 
     Not modelled, because the sizes are not in PyTorch's sources: what cuDNN's plans ask for (convolutions, its attention,
-    RNNs), and the scratch of cub's sorts and scans beyond the copies they sort into. ``transients`` is empty there, so what
-    is planned is too small.
+    RNNs). Nor is the scratch of sorting, scanning and selecting by the operators of these names (``sort``, ``cumsum``,
+    ``nonzero``). ``transients`` is empty there, so what is planned is too small.
     """
     handler = _HANDLERS.get(func)
     return handler(_arguments(func, args, kwargs), out, card) if handler is not None else []
@@ -818,6 +818,20 @@ def _index(a: dict[str, Any], out: Any, card: GPU) -> list[int]:
     return _around(_copied(*expanded)) if len({index.stride() for index in expanded}) > 1 else []
 
 
+def _added_by_index(a: dict[str, Any], out: Any, card: GPU) -> list[int]:
+    """Values that are added at indices are sorted by them. Of one index for the first dimension alone.
+
+    Reference: ``native/cuda/Indexing.cu``, ``index_put_with_sort_kernel``.
+    """
+    index = a["indices"][0] if len(a["indices"]) == 1 else None
+    if not a["accumulate"] or index is None or index.dtype != torch.int64 or not index.numel():
+        return []
+    list_, bits = _nbytes(index), int(a["self"].size(0)).bit_length()
+    sorting = [list_, _radix_sort(index.numel(), 8, bits, card)]
+    # 0 comes last: what autograd adds to is zeros that this operator takes over.
+    return [list_, *_freed([list_]), list_, list_, *_freed(sorting), -list_, -list_, -list_, 0]
+
+
 def _norms(a: dict[str, Any], out: Any, card: GPU) -> list[int]:
     """One float32 for each 65,536 elements of the longest tensor, for every tensor (``native/cuda/ForeachReduceOp.cu``)."""
     tensors = a["self"]
@@ -1060,6 +1074,7 @@ _HANDLERS: dict[torch._ops.OpOverload, _Handler] = {
     aten._softmax_backward_data.default: _softmax_backward,
     aten.embedding.default: _copies("indices", before=True),
     aten.index.Tensor: _index,
+    **dict.fromkeys((aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default), _added_by_index),
     aten.convolution_backward.default: _convolution_backward,
     aten.logsumexp.default: _log_sum_exp,
     aten._foreach_norm.Scalar: _norms,
