@@ -390,7 +390,6 @@ def test_deterministic_algorithms_sum_pieces_of_few_rows_too() -> None:
         events = kernels.transients(aten.embedding_dense_backward.default, embedding(65536, 500, 4), {}, None, card())
     finally:
         torch.use_deterministic_algorithms(False)
-    assert max(events) == 524288  # the lists
     assert events[-1] == (6553 + 500) * 4 * 4
 
 

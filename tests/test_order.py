@@ -19,6 +19,7 @@ ORDER = [
     "vramlab.memory.trace",
     "vramlab.memory.allocator",
     "vramlab.memory.law",
+    "vramlab.memory.report",
     "vramlab.tensors",
     "vramlab.devices",
     "vramlab.memory.now",

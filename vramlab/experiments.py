@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import gc
 import html
 import random
@@ -12,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,11 +23,13 @@ from tqdm.auto import tqdm
 
 from vramlab.devices import choose_device
 from vramlab.gpus import GPU, gpu
-from vramlab.memory.trace import MemoryBreakdown, MemoryTrace
+from vramlab.memory.report import OutOfMemoryReport
+from vramlab.memory.trace import NO_EVENTS, MemoryBreakdown, MemoryTrace
+from vramlab.planning import Plan, named, plan, single_changes
 from vramlab.recipe import Recipe
 from vramlab.tasks import Task
 from vramlab.training import StepReport, check_arguments, train
-from vramlab.units import format_bytes
+from vramlab.units import format_bytes, parse_bytes
 from vramlab.virtual import planner
 
 if TYPE_CHECKING:
@@ -109,10 +114,23 @@ class Run:
         frame = pd.DataFrame(rows, columns=["step", "loss", "seconds", f"{self.task.unit}_per_second", "peak_bytes"])
         return frame.astype({f"{self.task.unit}_per_second": "float64", "peak_bytes": "Int64"}).set_index("step")
 
+    @cached_property
+    def plan(self) -> Plan | None:
+        """On CUDA the plan of the same step on this card, to lay beside the measurement; None elsewhere."""
+        if isinstance(self.device, GPU) or self.device.type != "cuda":
+            return None
+        return plan(self.task, self.recipe, gpu())
+
     def _figures(self) -> dict[str, str]:
         speed, spread = self.throughput, self.throughput_range
+        planned = {}
+        if self.status != "running" and self.peak is not None and self.plan is not None:
+            planned = {
+                "planned": f"{format_bytes(self.plan.allocated)} allocated, measured / planned {self.peak / self.plan.allocated:.4f}"
+            }
         return {
             "peak": f"{format_bytes(self.peak)} allocated" if self.peak is not None else "no recorded step",
+            **planned,
             "throughput": f"{speed:,.0f} {self.task.unit}/s ({spread[0]:,.0f} to {spread[1]:,.0f})" if speed and spread else "not measured",
             "loss": "not computed" if isinstance(self.device, GPU) else _first_to_last(self.losses),
             "steps": f"{len(self.reports)}, {self.status}",
@@ -262,6 +280,7 @@ def _run_alone(
         result.failed_trace = getattr(error, "trace", None)
         error.run = result  # type: ignore[attr-defined]
         error.add_note(f"{len(result.reports)} finished steps are kept in error.run.")
+        _explain(error, result)
         _release_memory(error)
         raise
     return result
@@ -310,7 +329,7 @@ def _virtual_reports(task: Task, recipe: Recipe, card: GPU, seed: int, record_ev
 
     with _python_random(seed), virtual_gpu(card) as virtual:
         torch.default_generator.manual_seed(seed)
-        with closing(train(task, recipe, virtual.device, record_every=record_every)) as reports:
+        with closing(train(named(task, virtual), recipe, virtual.device, record_every=record_every)) as reports:
             yield from reports
 
 
@@ -320,6 +339,43 @@ def _seed(seed: int, device: torch.device) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
+
+
+def _explain(error: BaseException, failed: Run) -> None:
+    """Let an out-of-memory error say who held the memory, and what change to the recipe would fit."""
+    report = getattr(error, "report", None)
+    card = failed.device if isinstance(failed.device, GPU) else None
+    if isinstance(failed.device, torch.device) and failed.device.type == "cuda" and isinstance(error, torch.OutOfMemoryError):
+        card = gpu()
+        report = _cuda_report(error, failed.device, card, failed.failed_trace or MemoryTrace(NO_EVENTS))
+        error.add_note(f"{report.summary()}\nprint(error.report) lists who held the memory, and changes that would fit.")
+    if isinstance(report, OutOfMemoryReport) and card is not None:
+        plan_changes = functools.partial(single_changes, failed.task, failed.recipe, card)
+        error.report = dataclasses.replace(report, plan_changes=plan_changes)  # type: ignore[attr-defined]
+
+
+def _cuda_report(error: BaseException, device: torch.device, card: GPU, trace: MemoryTrace) -> OutOfMemoryReport:
+    """From CUDA's own counters, and the recorded step as far as it came; what it was asked for stands in torch's message."""
+    asked = re.search(r"Tried to allocate ([\d.]+ [KMG]iB)", str(error))
+    wanted = parse_bytes(asked[1]) if asked else 0
+    free = [
+        block["size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == (device.index or 0)
+        for block in segment["blocks"]
+        if block["state"] == "inactive"
+    ]
+    return OutOfMemoryReport(
+        device=card.name,
+        requested=wanted,
+        segment=wanted,
+        capacity=card.memory - card.context,
+        allocated=torch.cuda.memory_allocated(device),
+        reserved=torch.cuda.memory_reserved(device),
+        where=f"an operator in {trace.last_phase}" if len(trace) else "an operator",
+        trace=trace,
+        largest_hole=max(free, default=0),
+    )
 
 
 def _release_memory(error: BaseException) -> None:

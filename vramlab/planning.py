@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,9 @@ from vramlab.gpus import GPU
 from vramlab.memory.allocator import CachingAllocator, OutOfMemoryError
 from vramlab.memory.law import LawError, MemoryLaw
 from vramlab.memory.recorder import refuse_compiled
+from vramlab.memory.report import Change
 from vramlab.memory.trace import Category, MemoryBreakdown, MemoryTrace, Phase
-from vramlab.recipe import Recipe
+from vramlab.recipe import Recipe, conflicts
 from vramlab.tasks import Task
 from vramlab.training import check_arguments, train
 from vramlab.units import format_bytes, parse_bytes
@@ -27,6 +28,8 @@ from vramlab.virtual import planner
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from vramlab.virtual.device import VirtualGPU
 
 STEPS = 2  # the optimizer's state appears during the first, so the peak stands in the second
 MICRO_BATCHES = 3  # of a window: the first has no gradients before it, the second and all later ones have
@@ -71,17 +74,10 @@ def trace_steps(task: Task, recipe: Recipe, card: GPU) -> dict[str, Any]:
     """
     from vramlab.virtual.device import virtual_gpu
 
-    def model() -> Any:
-        made = task.model()
-        if isinstance(made, nn.Module):
-            refuse_compiled(made)
-            virtual.name_modules(made)
-        return made
-
     began = time.perf_counter()
     shorter = recipe.with_(accumulation=min(recipe.accumulation, MICRO_BATCHES))
     with virtual_gpu(card, limited=False) as virtual:
-        with closing(train(replace(task, model=model), shorter, virtual.device, record_every=None)) as steps:
+        with closing(train(named(task, virtual), shorter, virtual.device, record_every=None)) as steps:
             next(steps)
             virtual.reset_host_peak()  # the model was built there
             for _ in itertools.islice(steps, STEPS - 1):
@@ -96,6 +92,53 @@ def trace_steps(task: Task, recipe: Recipe, card: GPU) -> dict[str, Any]:
         "reads": virtual.reads,
         "seconds": time.perf_counter() - began,
     }
+
+
+def single_changes(task: Task, recipe: Recipe, card: GPU, in_use: int = 0, n: int = 5) -> list[Change]:
+    """The ``n`` best single changes to a recipe on a card, each planned: those that fit first, then by reserved bytes.
+
+    A change that cannot be planned (adamw-8bit without torchao, say) is left out.
+    """
+    found = []
+    for options in _candidates(task, recipe, card):
+        with suppress(ValueError, ImportError, NotImplementedError):
+            changed = plan(task, recipe.with_(**options), card, in_use)
+            words = changed.recipe.words(options)
+            found.append(Change(words, options, changed.allocated, changed.reserved, changed.fits))
+    return sorted(found, key=lambda change: (not change.fits, change.reserved))[:n]
+
+
+def _candidates(task: Task, recipe: Recipe, card: GPU) -> list[dict[str, Any]]:
+    """What people would try, one thing at a time; halving the micro-batch keeps the effective batch."""
+    halved = {"micro_batch": recipe.micro_batch // 2, "accumulation": 2 * recipe.accumulation}
+    tried: list[tuple[bool, dict[str, Any]]] = [
+        (recipe.precision in ("fp32", "tf32"), {"precision": "amp-bf16" if card.supports_bf16 else "amp-fp16"}),
+        (card.supports_bf16 and recipe.precision != "bf16", {"precision": "bf16"}),
+        (recipe.micro_batch > 1 and not recipe.optimizer_in_backward, halved),
+        (recipe.checkpointing != "blocks", {"checkpointing": "blocks"}),
+        (recipe.checkpointing == "none", {"checkpointing": "selective"}),
+        (recipe.optimizer == "adamw", {"optimizer": "adafactor", "optimizer_impl": "loop"}),
+        (recipe.optimizer_impl == "foreach" and recipe.optimizer in ("adamw", "sgd"), {"optimizer_impl": "fused"}),
+        (not recipe.optimizer_in_backward, {"optimizer_in_backward": True}),
+        (task.chunked and recipe.loss_chunks == 1, {"loss_chunks": 8}),
+        (recipe.offload == "none", {"offload": "activations"}),
+        (recipe.offload == "none", {"offload": "optimizer"}),
+        (recipe.attention == "math", {"attention": "sdpa"}),
+    ]
+    return [options for sensible, options in tried if sensible and not conflicts(**asdict(recipe) | options)]
+
+
+def named(task: Task, virtual: VirtualGPU) -> Task:
+    """The task with a model that is refused if it is compiled, and whose modules go by their names in the virtual card's trace."""
+
+    def model() -> Any:
+        made = task.model()
+        if isinstance(made, nn.Module):
+            refuse_compiled(made)
+            virtual.name_modules(made)
+        return made
+
+    return replace(task, model=model)
 
 
 @dataclass(frozen=True)
@@ -223,6 +266,11 @@ class Plan:
         if micro_batch not in plans:
             plans[micro_batch] = plan(self.task, self.recipe.with_(micro_batch=micro_batch), self.gpu, self.in_use)
         return plans[micro_batch]
+
+    @cached_property
+    def changes(self) -> list[Change]:
+        """The five best single changes to the recipe, each planned again: some seconds the first time."""
+        return single_changes(self.task, self.recipe, self.gpu, self.in_use)
 
     @cached_property
     def fits_with_expandable_segments(self) -> bool:

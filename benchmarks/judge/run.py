@@ -27,13 +27,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-
 import build
-import measure
 import rows
 
+HERE = Path(__file__).parent
 Row = dict[str, Any]
 
 
@@ -83,14 +80,15 @@ def show(row: Row, events: bool) -> None:
 
 def first_difference(real: list[Any], virtual: list[Any]) -> str:
     """The first allocation that differs; the order among releases that follow one another does not count."""
-    one, other = _ordered(real), _ordered(virtual)
+    one, other = ordered(real), ordered(virtual)
     for i, (a, b) in enumerate(itertools.zip_longest(one, other, fillvalue=[0, "the end"])):
         if a[0] != b[0]:
             return f"event {i}: judged {a[0]:+,} ({a[1]}), planned {b[0]:+,} ({b[1]})"
     return f"all {len(one)} events are equal"
 
 
-def _ordered(events: list[Any]) -> list[Any]:
+def ordered(events: list[Any]) -> list[Any]:
+    """Events with the releases that follow one another sorted."""
     groups = itertools.groupby(events, key=lambda event: event[0] > 0)
     return [event for grows, group in groups for event in (group if grows else sorted(group, key=lambda event: event[0]))]
 
@@ -123,6 +121,9 @@ def main() -> None:
     print(summary)
     if not options.only:
         import transformers
+
+        sys.path.append(str(HERE.parent))
+        import measure
 
         report = {"transformers": transformers.__version__, "summary": summary}
         measure.write("judge", report | {"rows": [fact(row) | {"seconds": row["virtual"]["seconds"]} for row, _ in judged]})

@@ -7,14 +7,18 @@ import json
 import shutil
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from vramlab import Recipe, gpus
 from vramlab.units import MiB
+from vramlab.virtual.device import VirtualGPU
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FACTS = json.loads((BENCHMARKS / "results" / "judge.json").read_text())
@@ -54,6 +58,70 @@ def test_planned_bytes_are_those_of_the_real_allocator(row: Row) -> None:
         pytest.skip(f"judged with transformers {FACTS['transformers']}")
     planned = steps.virtual(row, trace=False)["steps"]
     assert planned == [list(step) for step in zip(row["allocated"], row["reserved"], row["between"], strict=True)]
+
+
+# Pieces, with what the real allocator was asked for on the judge's RTX 4090
+
+
+def made_by(gpu: VirtualGPU, code: Callable[[], Any]) -> list[int]:
+    """Bytes that code asks for, in order, and gives back: the order among releases that follow one another does not count."""
+    before = len(gpu.trace.events.nbytes)
+    code()
+    events = gpu.trace.events
+    found = [[int(n), ""] for i, n in enumerate(events.nbytes) if i >= before and i not in events.moves and i + 1 not in events.moves]
+    return [nbytes for nbytes, _ in run.ordered(found)]
+
+
+def test_autocast_casts_the_last_argument_first(gpu: VirtualGPU) -> None:
+    x, layer = torch.zeros(64, 256, device=gpu.device), nn.Linear(256, 512).to(gpu.device)
+
+    def forward() -> None:
+        with torch.autocast(gpu.device.type, dtype=torch.bfloat16):
+            layer(x)
+
+    bias, weight, inputs, output, cublas = 1024, 262144, 32768, 65536, 8519680
+    assert made_by(gpu, forward) == [bias, weight, inputs, output, cublas, -weight, -output, -inputs, -bias]
+
+
+def test_scratch_comes_before_an_output_where_it_does_on_cuda(gpu: VirtualGPU) -> None:
+    numbers = torch.zeros(1, 512, dtype=torch.long).to(gpu.device).expand(4, 512)
+    table = torch.zeros(10, 64, device=gpu.device)
+    assert made_by(gpu, lambda: F.embedding(numbers, table)) == [16384, 524288, -524288, -16384]
+
+
+def test_gradients_are_added_at_indices_in_place_beside_scratch(gpu: VirtualGPU) -> None:
+    weight, rows = nn.Parameter(torch.zeros(1000, 64, device=gpu.device)), torch.zeros(4, 100, dtype=torch.long).to(gpu.device)
+
+    def step() -> None:
+        (weight[rows].sum() + weight[rows[:1]].sum()).backward()
+
+    forward = [102400, 4, -102400, 25600, 4, -25600, 4, -4, -4, 4]
+    first = [256000, 800, 800, -800, 25600, 800, 800, 800, 1, -25600, -800, -800, -800, -800, -1]
+    second = [256000, 3200, 3200, -3200, 102400, 3200, 3200, 3200, 1, -256000, -102400, -3200, -3200, -3200, -3200, -4, -4, -1]
+    assert made_by(gpu, step) == [*forward, *first, *second]
+
+
+def test_clipping_takes_the_norm_of_all_gradients_at_once(gpu: VirtualGPU) -> None:
+    parameters = [nn.Parameter(torch.zeros(8, 8, device=gpu.device)) for _ in range(3)]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    assert made_by(gpu, lambda: nn.utils.clip_grad_norm_(parameters, 1.0))[:4] == [12, 4, 4, 4]
+
+
+def test_in_inference_mode_composite_operators_are_what_they_are_made_of(gpu: VirtualGPU) -> None:
+    x, layer = torch.zeros(64, 256, device=gpu.device), nn.Linear(256, 512).to(gpu.device)
+    with torch.inference_mode():
+        assert made_by(gpu, lambda: layer(x)) == [131072, 8519680, -131072]
+
+
+def test_in_inference_mode_attention_takes_the_cards_kernel(gpu: VirtualGPU) -> None:
+    x = torch.zeros(2, 4, 64, 64, dtype=torch.bfloat16, device=gpu.device)
+    with torch.inference_mode():
+        F.scaled_dot_product_attention(x, x, x)
+    assert "aten::_scaled_dot_product_flash_attention" in gpu.trace.events.operators
+
+
+# The facts
 
 
 def test_all_rows_were_judged() -> None:

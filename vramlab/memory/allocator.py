@@ -154,6 +154,11 @@ class CachingAllocator:
                     self.reserved -= block.size
 
     @property
+    def largest_hole(self) -> int:
+        """Bytes of the largest free block."""
+        return max((pool[-1][0] for pool in self._free.values() if pool), default=0)
+
+    @property
     def segments(self) -> list[int]:
         """Sizes of the segments taken from the driver, in the order of their addresses; of expandable ones what is mapped."""
         sizes = []

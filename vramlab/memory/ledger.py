@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from vramlab.memory.now import Now
+from vramlab.memory.now import Now, shown_operator
 from vramlab.memory.trace import Category, Events, Phase
 
 
@@ -159,13 +159,13 @@ class Ledger:
             return
         entry.died = self._now.epoch
         row = self._row(entry, -entry.nbytes)
-        new = self._waiting
-        if entry is self._replaced and new is not None:
+        old, new = self._replaced, self._waiting
+        if old is not None and new is not None and entry is old:
             self._waiting = self._replaced = None
             self._rows[self._last_made] = (*self._rows[self._last_made][:-1], 1)
             self._rows.insert(self._last_made, row)
             if self._allocator is not None:
-                self._allocator.move(entry, new)
+                self._allocator.move(old, new)
             return
         if self._waiting is not None:  # it was not computed in place, so it got its memory before this is released
             try:
@@ -213,7 +213,7 @@ class Ledger:
             phase=rows[:, 2].astype(np.int8),
             operator=rows[:, 3].astype(np.int32),
             modules=tuple(self._now.modules),
-            operators=tuple(str(op).replace("aten.", "aten::").removesuffix(".default") for op in list(self._now.operators)),
+            operators=tuple(map(shown_operator, list(self._now.operators))),
             seeds=int(before[np.count_nonzero(positions == 0)]),
             steps=tuple((int(before[end + np.count_nonzero(positions <= end)]), whose) for end, whose in steps),
             moves=frozenset(np.flatnonzero(rows[:, 5]).tolist()),

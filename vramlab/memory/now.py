@@ -51,6 +51,11 @@ _MACHINERY = (
 _names: dict[CodeType, str] = {}
 
 
+def shown_operator(operator: object) -> str:
+    """``aten::mm`` for ``aten.mm.default``."""
+    return str(operator).replace("aten.", "aten::").removesuffix(".default")
+
+
 class Now:
     """Where the recorded code is: phase, module, operator, and the epoch, a stretch of one phase.
 
@@ -160,6 +165,12 @@ class Now:
         if backward != -1:
             self._see_node()
         return False
+
+    def where(self) -> str:
+        """``aten::mm in backward, module blocks.0.mlp, model.py:12``: what runs now."""
+        operator = shown_operator(list(self.operators)[self.operator])
+        module, line = list(self.modules)[self.module], list(self.lines)[self.line]
+        return ", ".join([f"{operator} in {self.phase.label}", *([f"module {module}"] if module else []), *([line] if line else [])])
 
     def see_line(self) -> None:
         """Note the user's line that runs; in backward that which made the node of the graph."""

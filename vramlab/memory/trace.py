@@ -116,6 +116,10 @@ class Events:
     """``file:line``; empty where lines were not followed."""
 
 
+_none = np.zeros(0, np.int64)
+NO_EVENTS = Events(_none, _none, _none, _none, _none, _none, ("",), ("",))
+
+
 @dataclass(frozen=True)
 class DeviceCounters:
     """What CUDA's own counters said over a recording: the peaks, in bytes, of one device.
@@ -173,6 +177,12 @@ class MemoryTrace:
     def peak_phase(self) -> str:
         """The phase in which the peak stands: forward, backward, step (or build)."""
         return self._peak_cause()[0]
+
+    @property
+    def last_phase(self) -> str:
+        """The phase of the last event."""
+        events = self.events
+        return Phase(events.phase[-1]).label if len(events.phase) else Phase.BUILD.label
 
     def _peak_cause(self) -> tuple[str, str]:
         """The phase and the operator of the event that made the peak."""

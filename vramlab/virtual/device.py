@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from vramlab.memory import allocator as rules
 from vramlab.memory.allocator import CachingAllocator
 from vramlab.memory.ledger import Ledger, Storage, Workspace
 from vramlab.memory.recorder import Recorder
+from vramlab.memory.report import OutOfMemoryReport
 from vramlab.memory.trace import Category, DeviceCounters, MemoryTrace
 from vramlab.tensors import is_virtual, map_tensors, storages_of, tensors_in
 from vramlab.units import format_bytes, parse_bytes, round_up
@@ -256,7 +258,7 @@ class _Memory:
             f"{format_bytes(allocator.allocated)} are allocated by PyTorch and {format_bytes(cached)} reserved but unallocated; "
             f"{format_bytes(max(0, capacity - allocator.reserved))} are free."
         )
-        result.requested, result.segment = error.requested, error.segment  # type: ignore[attr-defined]
+        result.requested, result.segment, result.index = error.requested, error.segment, index  # type: ignore[attr-defined]
         return result
 
 
@@ -333,6 +335,9 @@ class _Mode(Recorder):
             )
         kwargs = {name: None if name in ("generator", "pin_memory") else value for name, value in kwargs.items()}
         special = _SPECIAL.get(func)
+        if special is None and _is_composite(func):  # in inference mode: what it is made of allocates
+            with self.again():
+                return func.decompose(*args, **kwargs)
         out = special(self, func, args, kwargs) if special is not None else self._compute(func, args, kwargs, tensors)
         if any(is_virtual(t) and t.layout is not torch.strided for t in tensors_in(out)):
             raise NotImplementedError(
@@ -402,9 +407,33 @@ class _Mode(Recorder):
         if not self._fake.innermost():
             return func(*args, **(kwargs or {}))  # an inner context is open: its tensors are its own
         self._kernel = []
-        out = self._see(func, types, args, kwargs)
+        try:
+            out = self._see(func, types, args, kwargs)
+        except torch.OutOfMemoryError as error:
+            self._explain(error)
+            raise
         self._kernel_ends(func, args, kwargs or {}, out)
         return out
+
+    def _explain(self, error: torch.OutOfMemoryError) -> None:
+        """Let an out-of-memory error of ours say who holds what."""
+        index = getattr(error, "index", None)
+        if index is None or hasattr(error, "report"):
+            return
+        allocator, device = self._memory.cards[index], torch.device(backend.NAME, index)
+        report = OutOfMemoryReport(
+            device=self._card.name,
+            requested=error.requested,  # type: ignore[attr-defined]
+            segment=error.segment,  # type: ignore[attr-defined]
+            capacity=allocator.capacity,
+            allocated=allocator.allocated,
+            reserved=allocator.reserved,
+            where=self._now.where(),
+            trace=MemoryTrace(self._ledger.events(device), str(device)),
+            largest_hole=allocator.largest_hole,
+        )
+        error.report = report  # type: ignore[attr-defined]
+        error.add_note(f"{report.summary()}\nprint(error.report) lists who holds the memory.")
 
     def _results(self, func: Any, out: Any) -> list[torch.Tensor]:
         return kernels.in_order(func, tensors_in(out))
@@ -437,6 +466,15 @@ class _Mode(Recorder):
         workspace = Workspace(nbytes)
         self._ledger.made(workspace, device).category = Category.WORKSPACE
         return workspace
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """Whether an operator is nothing but calls of others, on a card too."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
+    return has("CompositeImplicitAutograd") and not has("PrivateUse1")
 
 
 def _cut(sizes: list[int]) -> list[list[int]]:

@@ -828,8 +828,11 @@ def _added_by_index(a: dict[str, Any], out: Any, card: GPU) -> list[int]:
         return []
     list_, bits = _nbytes(index), int(a["self"].size(0)).bit_length()
     sorting = [list_, _radix_sort(index.numel(), 8, bits, card)]
+    values = a["values"]
+    values = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device="meta")
+    copy = _copied(values.expand(*index.shape, *a["self"].shape[1:]))
     # 0 comes last: what autograd adds to is zeros that this operator takes over.
-    return [list_, *_freed([list_]), list_, list_, *_freed(sorting), -list_, -list_, -list_, 0]
+    return [list_, *_freed([list_]), *copy, list_, list_, *_freed(sorting), -list_, -list_, -list_, *(-size for size in copy), 0]
 
 
 def _norms(a: dict[str, Any], out: Any, card: GPU) -> list[int]:
