@@ -305,6 +305,39 @@ def test_a_step_that_changes_with_the_batch_has_no_law_and_is_traced() -> None:
     assert result.law(6).exact
 
 
+def test_the_curve_goes_beyond_what_fits_and_is_drawn() -> None:
+    from matplotlib.figure import Figure
+
+    from vramlab.notebook.style import Picture
+
+    curve = lawful().curve(6)
+    assert [p.micro_batch for p in curve.points] == sorted({p.micro_batch for p in curve.points})
+    assert curve.points[0].micro_batch == 1
+    assert curve.points[0].fits
+    assert not curve.points[-1].fits
+    ax = Figure().subplots()
+    assert vl.plot(curve, ax) is ax
+    reserved = ax.get_lines()[0].get_ydata()
+    assert [round(y * GiB) for y in reserved] == [p.reserved for p in curve.points]
+    assert isinstance(vl.plot(curve), Picture)
+    assert "micro-batch" in repr(vl.plot(curve))
+    with pytest.raises(ValueError, match="A curve has at least 2 points, got 1"):
+        lawful().curve(1)
+
+
+def test_a_plan_is_drawn_with_the_line_of_its_card() -> None:
+    from matplotlib.figure import Figure
+
+    tight = plan(NANO, vl.Recipe(), gpu("RTX 4090").with_(memory=planned().device + 8 * MiB))
+    ax = Figure().subplots()
+    assert vl.plot(tight, ax) is ax
+    assert any("RTX 4090" in text.get_text() for text in ax.texts)
+    far = Figure().subplots()
+    vl.plot(planned(), far)
+    assert not any("RTX 4090" in text.get_text() for text in far.texts)
+    assert "planned for RTX 4090" in repr(vl.plot(planned()))
+
+
 @pytest.mark.parametrize("n", [0, -1, 1.5, "4"])
 def test_a_micro_batch_is_a_whole_number(n: Any) -> None:
     with pytest.raises(ValueError, match="A micro-batch is a whole number of at least 1, got"):

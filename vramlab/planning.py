@@ -153,6 +153,14 @@ class LawPoint:
 
 
 @dataclass(frozen=True)
+class LawCurve:
+    """A plan's step at several micro-batches."""
+
+    plan: Plan
+    points: list[LawPoint]
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a training step needs on a card. All sizes are bytes.
 
@@ -223,6 +231,18 @@ class Plan:
             with suppress(OutOfMemoryError):
                 reserved, fits = law.replayed(micro_batch, self.capacity).peak_reserved, True
         return LawPoint(micro_batch, roomy.peak_allocated, reserved, fits, law.is_exact(micro_batch))
+
+    def curve(self, points: int = 12) -> LawCurve:
+        """What the step needs over the micro-batch, up to a quarter more than fits, by the quick law: ``vl.plot(plan.curve())``.
+
+        Raises:
+            ValueError: fewer than 2 points.
+        """
+        if points < 2:
+            raise ValueError(f"A curve has at least 2 points, got {points}.")
+        top = max(2, math.ceil(1.25 * self._largest_by_law()))
+        sizes = sorted({1 + round(i * (top - 1) / (points - 1)) for i in range(points)})
+        return LawCurve(self, [self.law(n, quick=True) for n in sizes])
 
     @property
     def law_error(self) -> str:

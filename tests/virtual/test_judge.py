@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from vramlab import Recipe, gpus
+from vramlab import Recipe, gpus, tasks
+from vramlab.planning import trace_steps
 from vramlab.units import MiB
 from vramlab.virtual.device import VirtualGPU
 
@@ -49,15 +50,29 @@ def quick(seconds: float) -> list[Row]:
     return chosen
 
 
-@pytest.mark.parametrize("row", quick(40), ids=lambda row: row["id"])
-def test_planned_bytes_are_those_of_the_real_allocator(row: Row) -> None:
+def judged_here() -> None:
+    """Skip where torch is of another version than that which was judged."""
     judged = FACTS["torch"].split("+")[0]
     if torch.__version__.split(".")[:2] != judged.split(".")[:2]:
         pytest.skip(f"judged with torch {judged}")
+
+
+@pytest.mark.parametrize("row", quick(40), ids=lambda row: row["id"])
+def test_planned_bytes_are_those_of_the_real_allocator(row: Row) -> None:
+    judged_here()
     if "model" in row and pytest.importorskip("transformers").__version__ != FACTS["transformers"]:
         pytest.skip(f"judged with transformers {FACTS['transformers']}")
     planned = steps.virtual(row, trace=False)["steps"]
     assert planned == [list(step) for step in zip(row["allocated"], row["reserved"], row["between"], strict=True)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp-bf16"])
+def test_a_plan_of_fewer_micro_batches_is_that_of_all(precision: str) -> None:
+    judged_here()
+    row = next(row for row in FACTS["rows"] if row.get("recipe", {}) == {"precision": precision, "accumulation": 4, "clip_norm": 1.0})
+    family, size, options = row["task"]
+    planned = trace_steps(getattr(tasks, family)(size, **options), Recipe(**row["recipe"]), gpus.gpu(row["card"]))
+    assert (planned["allocated"], planned["unlimited"]) == (max(row["allocated"]), max(row["reserved"]))
 
 
 # Pieces, with what the real allocator was asked for on the judge's RTX 4090

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vramlab.virtual.device import VirtualGPU, virtual_gpu
-from vramlab.virtual.values import MOST_FLOATS, MOST_INTEGERS, UnknownValueError
+from vramlab.virtual.values import MOST_DATA, MOST_FLOATS, MOST_INTEGERS, UnknownValueError
 
 Tensors = list[torch.Tensor]
 
@@ -295,6 +295,17 @@ def test_too_many_numbers_are_not_followed(gpu: VirtualGPU, dtype: torch.dtype) 
     else:
         with pytest.raises(UnknownValueError):
             left[-1].item()
+
+
+def test_batches_and_draws_of_floats_are_not_followed_and_masks_are(gpu: VirtualGPU) -> None:
+    batch, drawn = torch.ones(MOST_DATA + 1).to(gpu.device), torch.rand(MOST_DATA + 1, device=gpu.device)
+    for unknown in (batch, drawn, batch * 2, torch.empty(MOST_DATA + 1, device=gpu.device).copy_(torch.ones(MOST_DATA + 1))):
+        assert unknown[0].item() == 0.0
+    assert sum(gpu.reads.values()) == 4
+    mask = torch.ones(8, 2048, device=gpu.device)
+    assert bool(torch.all(mask == 1))
+    positions = torch.arange(MOST_DATA + 1, device=gpu.device) * 0.5
+    assert positions[-1].item() == MOST_DATA / 2
 
 
 @pytest.mark.parametrize("check", ["isnan", "isinf", "isposinf", "isneginf"])

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from vramlab.experiments import Comparison, Run, recipe_labels
 from vramlab.memory.trace import Category, MemoryBreakdown, MemoryTrace
 from vramlab.notebook.style import Picture, byte_unit, styled
-from vramlab.planning import Plan
+from vramlab.planning import LawCurve, Plan
 from vramlab.units import format_bytes
 
 PHASE_SHADES = {"forward": "#ffffff", "backward": "#f1f3f5", "step": "#e3e7ea", "build": "#fafafa"}
@@ -25,7 +25,7 @@ POINTS = 2000  # more than a picture has columns
 
 
 def plot(thing: Any, ax: Axes | None = None) -> Picture | Axes:
-    """Draw a MemoryTrace, MemoryBreakdown, Run, Comparison or Plan.
+    """Draw a MemoryTrace, MemoryBreakdown, Run, Comparison, Plan or a plan's curve.
 
     Args:
         thing: what to draw.
@@ -100,6 +100,18 @@ def _(plan: Plan, ax: Axes | None) -> Picture | Axes:
 
 
 @_plot.register
+def _(curve: LawCurve, ax: Axes | None) -> Picture | Axes:
+    if ax is not None:
+        return draw_curve(ax, curve)
+    picture = Picture(6, 3.4)
+    (ax,) = picture.axes_row(1)
+    draw_curve(ax, curve)
+    fitting = [point.micro_batch for point in curve.points if point.fits]
+    picture.summary = f"{curve.plan.task.name} on {curve.plan.gpu.name}: micro-batch {max(fitting, default=0)} fits."
+    return picture
+
+
+@_plot.register
 def _(comparison: Comparison, ax: Axes | None) -> Picture | Axes:
     labels = recipe_labels([r.recipe for r in comparison.runs])
     breakdowns = {f"{i}  {label}": r.breakdown for i, (label, r) in enumerate(zip(labels, comparison.runs, strict=True), 1)}
@@ -155,6 +167,23 @@ def draw_capacity(ax: Axes, plan: Plan) -> Axes:
         ax.annotate(
             f"{plan.gpu.name}: {format_bytes(plan.capacity)} for PyTorch", (0, end), (4, 3), textcoords="offset points", color="#D55E00"
         )
+    return ax
+
+
+def draw_curve(ax: Axes, curve: LawCurve) -> Axes:
+    """Reserved and allocated bytes over the micro-batch, with a line where the card ends; what does not fit is hollow."""
+    unit, name = byte_unit(curve.plan.capacity)
+    sizes = [point.micro_batch for point in curve.points]
+    for label, color, style in (("reserved", "#495057", "-"), ("allocated", "#E69F00", "--")):
+        ax.plot(sizes, [getattr(point, label) / unit for point in curve.points], color=color, linestyle=style, label=label)
+    for point in curve.points:
+        ax.plot([point.micro_batch], [point.reserved / unit], "o", color="#495057", markerfacecolor="#495057" if point.fits else "white")
+    end = curve.plan.capacity / unit
+    ax.axhline(end, color="#D55E00", linewidth=1.5, linestyle=":")
+    ax.annotate(f"{curve.plan.gpu.name}: {format_bytes(curve.plan.capacity)}", (sizes[0], end), (0, 3), textcoords="offset points", color="#D55E00")
+    ax.set(xlabel="micro-batch", ylabel=f"planned ({name})", ylim=(0, 1.15 * max(end, *(p.reserved / unit for p in curve.points))))
+    ax.legend(frameon=False, loc="lower right")
+    ax.grid(axis="y")
     return ax
 
 

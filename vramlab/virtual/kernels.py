@@ -408,11 +408,15 @@ def _repeat_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def kernel_outputs(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
-    """An operator's outputs, where PyTorch's shape functions put one on another device than the CUDA kernel does.
+    """An operator's outputs, where PyTorch's shape functions give one another place or size than the CUDA kernel does.
 
     Memory-efficient attention keeps seed and offset of its dropout on the CPU (``attention.cu``, Note [Seed and Offset
-    Device]). They are real tensors of one element.
+    Device]). They are real tensors of one element. And two losses allocate one number for each element, then shrink it to one:
+    the memory stays as long as the loss (``BinaryOps.cpp``, ``mse_loss``).
     """
+    if func in (aten.mse_loss.default, aten.smooth_l1_loss.default):
+        a = _arguments(func, args, kwargs)
+        return out.new_empty(torch.broadcast_shapes(a["self"].shape, a["target"].shape)).resize_(out.shape)
     if func is aten._scaled_dot_product_efficient_attention.default and _arguments(func, args, kwargs)["dropout_p"] > 0:
         return (*out[:2], torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64))
     return out
@@ -787,6 +791,8 @@ def _loss(a: dict[str, Any], out: Any, card: GPU) -> list[int]:
     whole = [_nbytes(each)] * (2 if "pos_weight" in a else 1)
     if a["reduction"] == 0:
         return _freed(whole[1:])
+    if "delta" in a:  # huber_loss makes its output last
+        whole.append(0)
     return [*whole, *_freed(_partial_sums(each, None, card))]
 
 

@@ -41,7 +41,7 @@ def compute(fake: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func not in _repeatable:
         _repeatable[func] = _is_repeatable(func)
-    if not _repeatable[func]:
+    if not _repeatable[func] or torch.is_inference_mode_enabled():  # its tensors have no version, so no view is made of them
         raise _NoKeyError
     return func, _part(args), tuple((name, _part(value)) for name, value in kwargs.items()), torch.get_default_dtype()
 

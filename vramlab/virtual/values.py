@@ -14,7 +14,8 @@ from vramlab.memory.now import users_line
 from vramlab.tensors import is_virtual, map_tensors, tensors_in
 
 MOST_INTEGERS = 1 << 24  # elements; computing with more of them costs more time than it is worth
-MOST_FLOATS = 1 << 12  # counters, scales and schedules; a model's own numbers are more
+MOST_FLOATS = 1 << 18  # masks, positions
+MOST_DATA = 1 << 12  # floats that were copied here or drawn: counters and scales; batches and weights are more
 
 _aten = torch.ops.aten
 
@@ -59,11 +60,14 @@ class Values:
         if func in _OF_SHAPE:  # the first one's values do not matter
             args, tensors = (torch.empty((), dtype=args[0].dtype).expand(args[0].shape), *args[1:]), tensors[1:]
         if func in _OVERWRITES and not self.known(args[0]) and _is_whole(args[0]) and all(map(self.known, tensors[1:])):
+            if not _worth_knowing(args[0], _most_floats(func, tensors[1:])):
+                return
             self.learn(args[0], self.on_twins(func, (torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:]), kwargs))
             return
         if all(map(self.known, tensors)):
             new = [t for t in results if _key(t) not in self._twins]
-            if (written or new) and all(map(_worth_knowing, results)) and self._compute(func, args, kwargs, out):
+            most = _most_floats(func, tensors)
+            if (written or new) and all(_worth_knowing(t, most) for t in results) and self._compute(func, args, kwargs, out):
                 return
         elif func in _FINITE:
             self._finite(func, args, results)
@@ -186,9 +190,16 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return elements * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
-def _worth_knowing(tensor: torch.Tensor) -> bool:
+def _worth_knowing(tensor: torch.Tensor, most_floats: int = MOST_FLOATS) -> bool:
     floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    return tensor.layout is torch.strided and tensor.numel() <= (MOST_FLOATS if floating else MOST_INTEGERS)
+    return tensor.layout is torch.strided and tensor.numel() <= (most_floats if floating else MOST_INTEGERS)
+
+
+def _most_floats(func: Any, tensors: list[torch.Tensor]) -> int:
+    """How many floats of an operator's result are followed: few of those that come from real ones or are drawn."""
+    real = any(not is_virtual(t) and t.is_floating_point() and t.dim() for t in tensors)
+    drawn = isinstance(func, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
+    return MOST_DATA if real or drawn else MOST_FLOATS
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
