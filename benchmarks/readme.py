@@ -104,10 +104,58 @@ def recorder_line(report: dict[str, Any]) -> str:
     return f"Recording costs, medians of {where}: {costs}. `python benchmarks/recorder.py`"
 
 
+SHOWN = {  # tables of benchmarks/accuracy.py: what README calls them
+    "xMem grid, text": "xMem's grid, transformers",
+    "xMem grid, images": "xMem's grid, CNNs",
+    "published, high confidence": "published, rebuilt in full",
+    "published, medium confidence": "published, one detail assumed",
+}
+OTHERS = ("xMem", "DNNMem", "SchedTune", "LLMem", "MemTracker", "accelerate", "DeepSpeed", "torchinfo")
+
+
+def accuracy_table(report: dict[str, Any]) -> str:
+    tables = report["tables"]
+    others = [tool for tool in OTHERS if any(tool in tables[name]["tools"] for name in SHOWN if name in tables)]
+    head = ["measured by", "rows", "median error", "9 of 10 within", "wrong verdicts", "seconds a plan", *others]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for name, shown in SHOWN.items():
+        tools = tables[name]["tools"]
+        ours = tools["vramlab"]
+        verdicts = f"{ours['verdicts_wrong']} of {ours['verdicts']}" if ours["verdicts"] else ""
+        theirs = [percent(tools[tool]["median"]) if tool in tools else "" for tool in others]
+        cells = [shown, ours["rows"], percent(ours["median"]), percent(ours["p90"]), verdicts, f"{ours['median_seconds']:.1f}", *theirs]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    unsafe = sum(tables[name]["tools"]["vramlab"]["fits_but_ran_out"] for name in SHOWN if name in tables)
+    said = (
+        "Planned against what others measured on real cards (RTX 3060 and 4060, A100, H100 and more), in allocated or reserved bytes, "
+        "whichever they published; the last columns are the median errors of other predictors on the same rows. "
+        f"Runs that ran out of memory and were said to fit: {unsafe}. `python benchmarks/accuracy.py`, sources in "
+        "`benchmarks/ground_truth.json`, which also names the rows that informed a choice and those that cannot be rebuilt."
+    )
+    return "\n".join([said, "", *lines])
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.2f} %"
+
+
+def judge_line(report: dict[str, Any]) -> str:
+    count = report["summary"]
+    return (
+        f"The strictest judge is PyTorch's own host code: torch {report['torch']} with its CUDA allocator, autocast and autograd thread, over a "
+        "CUDA runtime that hands out addresses and starts no kernel. Over "
+        f"{count['rows']} steps ({len({row['card'] for row in report['rows']})} cards; precision, checkpointing, optimizers, offloading, "
+        f"models of this package and of transformers) peak allocated is equal to the byte in {count['equal in allocated']}, peak reserved in "
+        f"{count['equal in reserved']}. `python benchmarks/judge/run.py` needs gcc and a CUDA build of PyTorch, and no card."
+    )
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "techniques": technique_tables,
     "optimizers": optimizer_table,
     "recorder": recorder_line,
+    "accuracy": accuracy_table,
+    "judge": judge_line,
 }
 
 

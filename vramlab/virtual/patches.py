@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.optim.optimizer import _foreach_supported_types
 
+from vramlab.memory.now import users_line
 from vramlab.tensors import is_virtual
 from vramlab.virtual import backend
 from vramlab.virtual.values import Values
@@ -46,6 +47,10 @@ def patched(values: Values) -> Iterator[None]:
         put(torch.utils, "swap_tensors", _swap(torch.utils.swap_tensors))
         put(UninitializedTensorMixin, "materialize", _materialize(UninitializedTensorMixin.materialize))
         put(torch, "Generator", _generator(torch.Generator))
+        # Code that names "cuda": these mean the card whatever it is called, and for tensors there is a message.
+        put(torch.amp.autocast_mode.autocast, "__init__", _for_the_card(torch.amp.autocast_mode.autocast.__init__))
+        put(torch.amp.GradScaler, "__init__", _for_the_card(torch.amp.GradScaler.__init__))
+        put(torch.cuda, "_lazy_init", _no_cuda)
         put(torch.Tensor, "pin_memory", _pin(torch.Tensor.pin_memory))
         put(torch.autograd.graph, "save_on_cpu", _SaveOnHost)
         put(fake_tensor.log, "disabled", True)  # it prints an operator's error before that is raised
@@ -150,6 +155,25 @@ def _materialize(original: Callable[..., None]) -> Callable[..., None]:
         torch.utils.swap_tensors(self, nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made)
 
     return materialize
+
+
+def _for_the_card(original: Callable[..., None]) -> Callable[..., None]:
+    """``torch.autocast("cuda")`` and ``GradScaler("cuda")`` would do nothing here, and the plan would be another program's."""
+
+    @functools.wraps(original)
+    def init(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+        named = next((name for name in ("device_type", "device") if name in kwargs), None)
+        device = kwargs.pop(named) if named is not None else device
+        original(self, backend.NAME if device == "cuda" else device, *args, **kwargs)
+
+    return init
+
+
+def _no_cuda() -> None:
+    raise RuntimeError(
+        f"This code names the device 'cuda', and the card is a virtual one: at {users_line() or 'an unknown line'}. "
+        "Take the device of the inputs (x.device), or the one that Task.batch is given."
+    )
 
 
 def _generator(original: type[torch.Generator]) -> type:
