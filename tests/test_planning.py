@@ -146,7 +146,7 @@ def on_card(capacity: int, trace: MemoryTrace) -> Plan:
     roomy = CachingAllocator()
     roomy.replay(zip(trace.events.storage.tolist(), trace.events.nbytes.tolist(), strict=True))
     card = gpu("RTX 4090").with_(memory=capacity + gpu("RTX 4090").context)
-    return Plan(NANO, vl.Recipe(), card, 0, roomy.peak_allocated, 0, trace, {}, 0.0, roomy.peak_reserved)
+    return Plan(NANO, vl.Recipe(), card, 0, roomy.peak_allocated, 0, trace, {}, [], 0.0, roomy.peak_reserved)
 
 
 def test_a_tight_card_gives_cached_memory_back_before_it_runs_out() -> None:
@@ -251,6 +251,18 @@ def test_the_html_shows_verdict_bar_and_card() -> None:
     widths = [float(w) for w in re.findall(r"width:([\d.]+)%", page)]
     assert sum(widths) == pytest.approx(100 * planned().device / planned().gpu.memory, abs=0.1)
     assert "<script" not in page
+
+
+def test_what_nobody_publishes_is_noted() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return model(batch)[0].sum(), len(batch)
+
+    assert planned().notes == []
+    convolutions = plan(vl.tasks.resnet("nano"), vl.Recipe(), "RTX 4090")
+    assert convolutions.notes == ["cuDNN does not publish its workspaces for convolutions: they are planned as 0"]
+    assert "Note: cuDNN does not publish its workspaces" in convolutions._repr_html_()
+    (note,) = plan(task_of(lambda: nn.LSTM(WIDTH, 32), loss, lambda n, device: torch.randn(4, n, WIDTH).to(device)), gpu="RTX 4090").notes
+    assert "recurrent layers are planned with PyTorch's own kernels" in note
 
 
 def test_names_in_the_html_are_escaped() -> None:

@@ -90,6 +90,7 @@ def trace_steps(task: Task, recipe: Recipe, card: GPU) -> dict[str, Any]:
         "host": virtual.peak_host,
         "trace": trace,
         "reads": virtual.reads,
+        "notes": virtual.notes,
         "seconds": time.perf_counter() - began,
     }
 
@@ -181,6 +182,8 @@ class Plan:
     """Both steps, with the building of the model."""
     reads: dict[str, int] = field(repr=False)
     """Where the code read floating-point numbers, which gave 0.0: ``file:line`` and how often."""
+    notes: list[str] = field(repr=False)
+    """What is missing, because its size is not published (cuDNN's workspaces); empty for most transformers."""
     seconds: float = field(repr=False)
     """What planning took, without the start of its process."""
     unlimited: int = field(repr=False)
@@ -362,9 +365,10 @@ class Plan:
         module = f"in {cause['module']}" if cause["module"] else "outside modules"
         where = html.escape(f"Peak in {cause['phase']}: {cause['operator']} {module}, {cause['line']}")
         host = f"<br>offloaded to host memory: {format_bytes(self.host)}" if self.host else ""
+        notes = "".join(f"<br>Note: {html.escape(note)}." for note in self.notes)
         return (
             f"<div style='max-width:46em'><p><b>{title}</b><br><b style='color:{color}'>{html.escape(self._verdict())}</b></p>"
-            f"{self._bar()}<p>{where}{host}</p></div>"
+            f"{self._bar()}<p>{where}{host}{notes}</p></div>"
         )
 
     def _bar(self) -> str:

@@ -200,6 +200,11 @@ class VirtualGPU:
         self._memory.peak_host = self._memory.host
 
     @property
+    def notes(self) -> list[str]:
+        """What is missing from the bytes, because it is not published: one sentence each."""
+        return list(self._mode.notes)
+
+    @property
     def reads(self) -> dict[str, int]:
         """Where Python read floating-point numbers that no one computed, by ``file:line``: each read gave 0.0."""
         return dict(self._values.reads)
@@ -299,6 +304,7 @@ class _Mode(Recorder):
         self._kernel: list[list[int]] = []  # what the running kernel takes for itself, cut where its next output is allocated
         self._held: list[Workspace] = []
         self.events: dict[torch.device, Any] = {}
+        self.notes: dict[str, None] = {}  # each once, in order
         super().__init__(None, None, None)
 
     def _new_ledger(self) -> Ledger:
@@ -345,6 +351,8 @@ class _Mode(Recorder):
                 "sparse=False for an embedding, which needs at least as much."
             )
         out = kernels.kernel_outputs(func, args, kwargs, out)
+        if (note := kernels.UNPUBLISHED.get(func)) is not None:
+            self.notes[note] = None
         if func not in _READS:
             self._values.follow(func, args, kwargs, out, tensors)
         self._kernel = _cut(kernels.transients(func, args, kwargs, out, self._card)) if any(map(is_virtual, tensors_in(out))) else []

@@ -494,6 +494,18 @@ def transients(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[st
     return handler(_arguments(func, args, kwargs), out, card) if handler is not None else []
 
 
+_CONVOLUTION = "cuDNN does not publish its workspaces for convolutions: they are planned as 0"
+_RECURRENT = (
+    "recurrent layers are planned with PyTorch's own kernels, as with torch.backends.cudnn.enabled=False: cuDNN does not publish how much "
+    "it keeps for backward"
+)
+UNPUBLISHED = {
+    **dict.fromkeys((aten.convolution.default, aten.convolution_backward.default), _CONVOLUTION),
+    **dict.fromkeys((aten._thnn_fused_lstm_cell.default, aten._thnn_fused_gru_cell.default), _RECURRENT),
+}
+"""What is missing from the bytes of an operator, because nobody knows it."""
+
+
 def workspace(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], out: Any, card: GPU) -> int:
     """The most bytes that an operator's kernel holds at one time beside its outputs: the peak of ``transients``."""
     held = peak = 0
