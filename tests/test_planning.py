@@ -146,7 +146,7 @@ def on_card(capacity: int, trace: MemoryTrace) -> Plan:
     roomy = CachingAllocator()
     roomy.replay(zip(trace.events.storage.tolist(), trace.events.nbytes.tolist(), strict=True))
     card = gpu("RTX 4090").with_(memory=capacity + gpu("RTX 4090").context)
-    return Plan(NANO, vl.Recipe(), card, 0, roomy.peak_allocated, 0, trace, {}, [], 0.0, roomy.peak_reserved)
+    return Plan(NANO, vl.Recipe(), card, 0, roomy.peak_allocated, 0, trace, {}, [], 0.0)
 
 
 def test_a_tight_card_gives_cached_memory_back_before_it_runs_out() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from vramlab import gpus
 from vramlab.gpus import GPU
+from vramlab.memory import steady
 from vramlab.memory.allocator import CachingAllocator, OutOfMemoryError
 from vramlab.memory.law import LawError, MemoryLaw
 from vramlab.memory.recorder import refuse_compiled
@@ -83,10 +84,9 @@ def trace_steps(task: Task, recipe: Recipe, card: GPU) -> dict[str, Any]:
             for _ in itertools.islice(steps, STEPS - 1):
                 pass
             trace = MemoryTrace(virtual.trace.events, str(card))  # now, before the model goes
-        allocated, reserved = virtual.peaks()
+        allocated = virtual.peak_allocated
     return {
         "allocated": allocated,
-        "unlimited": reserved,
         "host": virtual.peak_host,
         "trace": trace,
         "reads": virtual.reads,
@@ -186,31 +186,29 @@ class Plan:
     """What is missing, because its size is not published (cuDNN's workspaces); empty for most transformers."""
     seconds: float = field(repr=False)
     """What planning took, without the start of its process."""
-    unlimited: int = field(repr=False)
-    """Peak reserved on a card as large as need be."""
     reserved: int = field(init=False)
-    """Peak taken from the driver. On a card that is nearly full the allocator gives cached memory back before it takes more."""
+    """Peak taken from the driver, after as many steps as it takes to grow no more. On a card that is nearly full the allocator
+    gives cached memory back before it takes more."""
     fits: bool = field(init=False)
     retries: int = field(init=False, repr=False)
     """How often the allocator had to empty its cache to fit, which costs time."""
 
     def __post_init__(self) -> None:
-        limited = self._replayed() if self.unlimited > self.capacity else None
+        roomy = steady.replay(steady.rows_of(self.trace.events), CachingAllocator()).peak_reserved
+        limited = self._replayed() if roomy > self.capacity else None
         for name, value in (
-            ("fits", limited is not None or self.unlimited <= self.capacity),
-            ("reserved", limited.peak_reserved if limited is not None else self.unlimited),
+            ("fits", limited is not None or roomy <= self.capacity),
+            ("reserved", limited.peak_reserved if limited is not None else roomy),
             ("retries", limited.retries if limited is not None else 0),
         ):
             object.__setattr__(self, name, value)
 
     def _replayed(self, expandable_segments: bool = False) -> CachingAllocator | None:
-        """The allocator of a card of this capacity after both steps; None if it runs out of memory."""
-        allocator, events = CachingAllocator(self.capacity, expandable_segments), self.trace.events
+        """The allocator of a card of this capacity after many steps; None if it runs out of memory."""
         try:
-            allocator.replay(zip(events.storage.tolist(), events.nbytes.tolist(), strict=True), events.moves)
+            return steady.replay(steady.rows_of(self.trace.events), CachingAllocator(self.capacity, expandable_segments))
         except OutOfMemoryError:
             return None
-        return allocator
 
     def law(self, micro_batch: int, *, quick: bool = False) -> LawPoint:
         """The same step at another micro-batch, from the law of its sizes. The first call traces four micro-batches to find it.

@@ -126,7 +126,7 @@ def main() -> None:
         import measure
 
         report = {"transformers": transformers.__version__, "summary": summary}
-        measure.write("judge", report | {"rows": [fact(row) | {"seconds": row["virtual"]["seconds"]} for row, _ in judged]})
+        measure.write("judge", report | {"rows": [fact(row) for row, _ in judged]})
 
 
 if __name__ == "__main__":

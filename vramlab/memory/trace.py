@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import importlib
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, fields, replace
 from enum import IntEnum
@@ -152,6 +154,12 @@ class MemoryTrace:
         self._source = source
         self.device = device
         self.counters = counters
+
+    @classmethod
+    def from_cuda_snapshot(cls, path: str | os.PathLike[str], *, device: int | None = None) -> MemoryTrace:
+        """The trace of a real run from what ``torch.cuda.memory._dump_snapshot(path)`` wrote, see `vramlab.memory.snapshot`."""
+        trace: MemoryTrace = importlib.import_module("vramlab.memory.snapshot").from_cuda_snapshot(path, device=device)
+        return trace
 
     def finish(self, events: Events, device: str, counters: DeviceCounters | None) -> None:
         """The recording has ended: from now on the trace is these events."""

@@ -1,0 +1,100 @@
+"""What the caching allocator does in later steps: the last step of a trace, again and again. No torch.
+
+Tensors need the same in each step. What the allocator reserves for them can still grow after the second, because each step finds
+other holes between what it kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
+
+from vramlab.memory.allocator import CachingAllocator
+from vramlab.memory.trace import Events
+
+CALM = 4  # steps without growth after which there will be none
+MOST = 40  # steps at the most
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Events in the form that `CachingAllocator.replay` takes, and where the last step begins and ends.
+
+    From the end of one optimizer step to the end of the next; without two steps both are the number of events.
+    """
+
+    events: list[tuple[Hashable, int]]
+    moves: Collection[int]
+    begin: int
+    end: int
+
+
+def rows_of(events: Events) -> Rows:
+    """The rows of a trace."""
+    pairs: list[tuple[Hashable, int]] = list(zip(events.storage.tolist(), events.nbytes.tolist(), strict=True))
+    begin, end = (events.steps[-2][0], events.steps[-1][0]) if len(events.steps) > 1 else (len(pairs), len(pairs))
+    return Rows(pairs, events.moves, begin, end)
+
+
+def replay(rows: Rows, allocator: CachingAllocator) -> CachingAllocator:
+    """Replay up to the end of the last step, then that step until what is reserved no longer grows; returns the allocator.
+
+    Raises:
+        OutOfMemoryError: no room.
+    """
+    allocator.replay(rows.events[: rows.end], rows.moves)
+    cycle = _cycle(rows)
+    if cycle is None:
+        allocator.replay(rows.events[rows.end :], {i - rows.end for i in rows.moves if i >= rows.end})
+        return allocator
+    names: dict[Hashable, Hashable] = {}
+    calm = 0
+    for step in range(MOST):
+        before = allocator.peak_reserved
+        names = _again(rows, cycle, names, step, allocator)
+        calm = calm + 1 if allocator.peak_reserved == before else 0
+        if calm == CALM:
+            break
+    return allocator
+
+
+def _cycle(rows: Rows) -> dict[Hashable, Hashable] | None:
+    """For each storage that the last step releases and did not make, the one that it leaves for the next step to release.
+
+    None where they do not correspond: then this step is not like the next.
+    """
+    if rows.begin == rows.end:
+        return None
+    born: dict[Hashable, int] = {}
+    size: dict[Hashable, int] = {}
+    gone: dict[Hashable, int] = {}
+    for i, (storage, nbytes) in enumerate(rows.events[: rows.end]):
+        born.setdefault(storage, i)
+        size[storage] = size.get(storage, 0) + nbytes
+        if not size[storage]:
+            gone[storage] = -nbytes
+            if i < rows.begin:
+                del born[storage]  # before the last step
+    taken = sorted((s for s in gone if s in born and born[s] < rows.begin), key=born.__getitem__)
+    left = sorted((s for s, i in born.items() if i >= rows.begin and size[s]), key=born.__getitem__)
+    same = [gone[s] for s in taken] == [size[s] for s in left]
+    return dict(zip(taken, left, strict=True)) if same else None
+
+
+def _again(
+    rows: Rows, cycle: dict[Hashable, Hashable], names: dict[Hashable, Hashable], step: int, allocator: CachingAllocator
+) -> dict[Hashable, Hashable]:
+    """Replay the last step once more. ``names``: what the step before called the storages that it made."""
+    made: dict[Hashable, Hashable] = {}
+    events: list[tuple[Hashable, int]] = []
+    for storage, nbytes in rows.events[rows.begin : rows.end]:
+        if storage in cycle:
+            name: Hashable = names.get(cycle[storage], cycle[storage])
+        elif nbytes > 0 and storage not in made:
+            name = made[storage] = (step, storage)
+        else:
+            name = made.get(storage, storage)
+        events.append((name, nbytes))
+    moves = {i - rows.begin for i in rows.moves if rows.begin <= i < rows.end}
+    allocator.replay(events, moves)
+    return made
