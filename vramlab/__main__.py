@@ -1,7 +1,8 @@
-"""``python -m vramlab``: what this machine has, and what to mend."""
+"""``python -m vramlab``; see `vramlab.command`."""
 
-from vramlab.devices import describe
+import sys
+
+from vramlab.command import main
 
 if __name__ == "__main__":
-    for name, value in describe().items():
-        print(f"{name:26}{value}")
+    sys.exit(main())

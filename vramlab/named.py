@@ -198,9 +198,9 @@ def _config(settings: dict[str, Any], path: Path) -> Any:
         raise ImportError(f"A config.json needs transformers ({error}): pip install 'vramlab[models]'") from error
     if settings.get("quantization_config"):
         raise ValueError(f"{str(path)!r} is that of quantised weights, which are not trained; drop its quantization_config.")
-    model_type = settings.get("model_type")
+    model_type = str(settings.get("model_type"))
     if model_type not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=3, cutoff=0.5)
+        near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING.keys()), n=3, cutoff=0.5)
         hint = f"; the nearest: {', '.join(near)}" if near else ""
         raise ValueError(f"This transformers knows no model_type {model_type!r}{hint}; see {str(path)!r}, or install a newer one.")
     try:

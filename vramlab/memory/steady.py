@@ -14,6 +14,7 @@ from vramlab.memory.trace import Events
 
 CALM = 4  # steps without growth after which there will be none
 MOST = 40  # steps at the most
+FEW = 4096  # bytes that a step may leave over
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,16 @@ def rows_of(events: Events) -> Rows:
     pairs: list[tuple[Hashable, int]] = list(zip(events.storage.tolist(), events.nbytes.tolist(), strict=True))
     begin, end = (events.steps[-2][0], events.steps[-1][0]) if len(events.steps) > 1 else (len(pairs), len(pairs))
     return Rows(pairs, events.moves, begin, end)
+
+
+@dataclass(frozen=True)
+class _Cycle:
+    """What the last step has to do with the one after it."""
+
+    successors: dict[Hashable, Hashable]
+    """For each storage that it releases and did not make: the one that it leaves for the next step to release."""
+    leftovers: dict[Hashable, int]
+    """What else it leaves (some numbers), and its bytes: released when the next step begins."""
 
 
 def replay(rows: Rows, allocator: CachingAllocator) -> CachingAllocator:
@@ -58,11 +69,8 @@ def replay(rows: Rows, allocator: CachingAllocator) -> CachingAllocator:
     return allocator
 
 
-def _cycle(rows: Rows) -> dict[Hashable, Hashable] | None:
-    """For each storage that the last step releases and did not make, the one that it leaves for the next step to release.
-
-    None where they do not correspond: then this step is not like the next.
-    """
+def _cycle(rows: Rows) -> _Cycle | None:
+    """How the last step leads to itself; None where what it releases is not what it leaves: it is not like the next then."""
     if rows.begin == rows.end:
         return None
     born: dict[Hashable, int] = {}
@@ -77,24 +85,32 @@ def _cycle(rows: Rows) -> dict[Hashable, Hashable] | None:
                 del born[storage]  # before the last step
     taken = sorted((s for s in gone if s in born and born[s] < rows.begin), key=born.__getitem__)
     left = sorted((s for s, i in born.items() if i >= rows.begin and size[s]), key=born.__getitem__)
-    same = [gone[s] for s in taken] == [size[s] for s in left]
-    return dict(zip(taken, left, strict=True)) if same else None
+    successors: dict[Hashable, Hashable] = {}
+    rest = iter(left)
+    for storage in taken:
+        for other in rest:
+            if size[other] == gone[storage]:
+                successors[storage] = other
+                break
+    leftovers = {s: size[s] for s in left if s not in set(successors.values())}
+    return _Cycle(successors, leftovers) if len(successors) == len(taken) and sum(leftovers.values()) <= FEW else None
 
 
 def _again(
-    rows: Rows, cycle: dict[Hashable, Hashable], names: dict[Hashable, Hashable], step: int, allocator: CachingAllocator
+    rows: Rows, cycle: _Cycle, names: dict[Hashable, Hashable], step: int, allocator: CachingAllocator
 ) -> dict[Hashable, Hashable]:
     """Replay the last step once more. ``names``: what the step before called the storages that it made."""
+    allocator.replay([(names.get(storage, storage), -nbytes) for storage, nbytes in cycle.leftovers.items()])
     made: dict[Hashable, Hashable] = {}
     events: list[tuple[Hashable, int]] = []
     for storage, nbytes in rows.events[rows.begin : rows.end]:
-        if storage in cycle:
-            name: Hashable = names.get(cycle[storage], cycle[storage])
+        if storage in cycle.successors:
+            before = cycle.successors[storage]
+            name: Hashable = names.get(before, before)
         elif nbytes > 0 and storage not in made:
             name = made[storage] = (step, storage)
         else:
             name = made.get(storage, storage)
         events.append((name, nbytes))
-    moves = {i - rows.begin for i in rows.moves if rows.begin <= i < rows.end}
-    allocator.replay(events, moves)
+    allocator.replay(events, {i - rows.begin for i in rows.moves if rows.begin <= i < rows.end})
     return made
