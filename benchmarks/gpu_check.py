@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -214,7 +215,9 @@ def _fragmented() -> Iterator[Case]:
 
 def _random(seed: int, count: int = 2000, most: int = 1024 * MiB) -> list[tuple[int, int]]:
     """Requests from 1 byte to 64 MiB and their releases in random order; at most about ``most`` bytes are held at a time."""
-    chance, held, operations = random.Random(seed), {}, []
+    chance = random.Random(seed)
+    held: dict[int, int] = {}
+    operations: list[tuple[int, int]] = []
     for handle in range(count):
         while held and (sum(held.values()) > most or chance.random() < 0.45):
             given = chance.choice(list(held))
@@ -446,7 +449,7 @@ class Process:
             self._child.wait()
             for pipe in (self._child.stdin, self._child.stdout):
                 with contextlib.suppress(BrokenPipeError):  # what it has not read
-                    pipe.close()
+                    pipe.close()  # type: ignore[union-attr]
             self._errors.seek(0)
             self._last_words = " ".join(self._errors.read().strip().splitlines()[-1:])[:300]
             self._errors.close()
@@ -472,8 +475,8 @@ NO_MORE = Request(0, [], "no more")
 
 def planned_events(trace: Any) -> tuple[list[Event], int]:
     """The events of a plan, as `CachingAllocator.replay` takes them, and how many are those of the building and the first step."""
-    events, found, cut = trace.events, [], _first_step(trace.events)
-    before = 0
+    events, cut, before = trace.events, _first_step(trace.events), 0
+    found: list[Event] = []
     held: dict[int, tuple[int, int]] = {}  # by storage: its bytes and the number of its block
     waiting = (0, 0)
     for i, (storage, nbytes) in enumerate(zip(events.storage.tolist(), events.nbytes.tolist(), strict=True)):
@@ -776,8 +779,8 @@ class Check:
                     if waiting is not None:
                         process, waiting = waiting, Process() if number + 1 < len(names) else None
                         measured = process.ask("pair", name, self.left)
-                    row = pair_row(name, lambda plan=plans[name]: plan.result(max(self.left, 0.1)), measured)
-                    self.report["pairs"].append(row)
+                    planning = functools.partial(plans[name].result, max(self.left, 0.1))
+                    self.report["pairs"].append(pair_row(name, planning, measured))
                     self.save(False)
             finally:
                 if waiting is not None:
