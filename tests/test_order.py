@@ -18,13 +18,17 @@ ORDER = [
     "vramlab.recipe",
     "vramlab.memory.trace",
     "vramlab.memory.allocator",
+    "vramlab.memory.steady",
     "vramlab.memory.law",
     "vramlab.memory.report",
+    "vramlab.memory.snapshot",
     "vramlab.tensors",
+    "vramlab.memory.free",
     "vramlab.devices",
     "vramlab.memory.now",
     "vramlab.memory.ledger",
     "vramlab.memory.recorder",
+    "vramlab.memory.budget",
     "vramlab.memory",
     "vramlab.virtual.values",
     "vramlab.virtual.travel",
@@ -53,6 +57,7 @@ ORDER = [
     "vramlab.training",
     "vramlab.planning",
     "vramlab.experiments",
+    "vramlab.named",
     "vramlab.notebook.style",
     "vramlab.notebook.plots",
     "vramlab.notebook.live",
@@ -60,6 +65,8 @@ ORDER = [
     "vramlab.notebook.exercises",
     "vramlab.notebook",
     "vramlab",
+    "vramlab.answers",
+    "vramlab.command",
     "vramlab.__main__",
 ]
 """A package stands for its ``__init__.py``, so below its modules."""
@@ -71,8 +78,11 @@ TORCH_FREE = [
     "vramlab.memory.trace",
     "vramlab.memory.allocator",
     "vramlab.memory.law",
+    "vramlab.memory.snapshot",
     "vramlab.virtual.planner",
     "vramlab.virtual.worker",
+    "vramlab.answers",
+    "vramlab.command",
 ]
 FRONT_END = {"matplotlib", "ipywidgets", "IPython", "PIL"}
 HEAVY = ["torch", "pandas", *sorted(FRONT_END)]
@@ -187,5 +197,5 @@ def test_every_public_name_loads_on_first_use(name: str) -> None:
 
 
 def test_an_unknown_name_says_which_there_are() -> None:
-    with pytest.raises(AttributeError, match=r"module 'vramlab' has no attribute 'Recipes'; it has Lab, Recipe, Task, compare"):
+    with pytest.raises(AttributeError, match=r"module 'vramlab' has no attribute 'Recipes'; it has Lab, Recipe, Task, budget, compare"):
         _ = vramlab.Recipes

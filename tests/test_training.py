@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import copy
 import gc
 import inspect
@@ -237,7 +238,13 @@ def test_a_recipe_or_task_of_another_type_is_refused() -> None:
         next(train(TASK, "bf16", "cpu"))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("every", [0, -1, 2.5, None])
+def test_none_records_no_step() -> None:
+    reports = list(itertools.islice(train(TASK, vl.Recipe(), "cpu", record_every=None), 2))
+    assert [report.memory for report in reports] == [None, None]
+    assert all(report.items_per_second for report in reports)
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5])
 def test_record_every_is_at_least_1(every: Any) -> None:
     with pytest.raises(
         ValueError, match=rf"^record_every is a whole number of at least 1, got {every!r}; a large one records steps 1 and 2"

@@ -13,6 +13,8 @@ from vramlab.recipe import Recipe
 if TYPE_CHECKING:
     from vramlab import tasks, techniques
     from vramlab.experiments import compare, run
+    from vramlab.memory.budget import budget
+    from vramlab.memory.free import free
     from vramlab.memory.recorder import record
     from vramlab.notebook.lab import Lab
     from vramlab.notebook.plots import plot
@@ -26,7 +28,9 @@ __version__ = "0.1.0"
 _HOME = {
     "Lab": "vramlab.notebook.lab",
     "Task": "vramlab.tasks",
+    "budget": "vramlab.memory.budget",
     "compare": "vramlab.experiments",
+    "free": "vramlab.memory.free",
     "plan": "vramlab.planning",
     "plot": "vramlab.notebook.plots",
     "record": "vramlab.memory.recorder",
@@ -37,7 +41,22 @@ _HOME = {
     "virtual_gpu": "vramlab.virtual.device",
 }
 
-__all__ = ["Lab", "Recipe", "Task", "compare", "plan", "plot", "record", "run", "tasks", "techniques", "train", "virtual_gpu"]
+__all__ = [
+    "Lab",
+    "Recipe",
+    "Task",
+    "budget",
+    "compare",
+    "free",
+    "plan",
+    "plot",
+    "record",
+    "run",
+    "tasks",
+    "techniques",
+    "train",
+    "virtual_gpu",
+]
 
 
 def __getattr__(name: str) -> Any:

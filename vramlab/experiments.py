@@ -10,7 +10,6 @@ import random
 import re
 import statistics
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from tqdm.auto import tqdm
 
 from vramlab.devices import choose_device
 from vramlab.gpus import GPU, gpu
+from vramlab.memory.free import forget_backward, release
 from vramlab.memory.report import OutOfMemoryReport
 from vramlab.memory.trace import NO_EVENTS, MemoryBreakdown, MemoryTrace
 from vramlab.planning import Plan, named, plan, single_changes
@@ -380,17 +380,8 @@ def _cuda_report(error: BaseException, device: torch.device, card: GPU, trace: M
 
 def _release_memory(error: BaseException) -> None:
     """Let go of the model and its activations, which an exception keeps as long as somebody keeps the exception."""
-    todo: list[BaseException | None] = [error]
-    done: set[int] = set()
-    while todo:
-        link = todo.pop()
-        if link is not None and id(link) not in done:
-            done.add(id(link))
-            traceback.clear_frames(link.__traceback__)
-            todo += [link.__cause__, link.__context__]
-    # What an exception in backward left in autograd's queue stays there until this thread's next backward.
-    with torch.enable_grad():
-        torch.zeros((), requires_grad=True).backward()
+    release(error)
+    forget_backward()
     gc.collect()
 
 

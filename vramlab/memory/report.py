@@ -116,7 +116,7 @@ class OutOfMemoryReport:
         if self.cached:
             lines.append(f"{format_bytes(self.cached)} of it is free, in pieces of at most {format_bytes(self.largest_hole)}.")
             if self.fits_in_one_piece:
-                lines[-1] += " Together that is enough: set PYTORCH_ALLOC_CONF=expandable_segments:True."
+                lines[-1] += " Together that is enough for it: try PYTORCH_ALLOC_CONF=expandable_segments:True."
             else:
                 lines[-1] += " Even in one piece that is too little."
         return "\n".join(lines)

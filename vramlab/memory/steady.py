@@ -96,9 +96,7 @@ def _cycle(rows: Rows) -> _Cycle | None:
     return _Cycle(successors, leftovers) if len(successors) == len(taken) and sum(leftovers.values()) <= FEW else None
 
 
-def _again(
-    rows: Rows, cycle: _Cycle, names: dict[Hashable, Hashable], step: int, allocator: CachingAllocator
-) -> dict[Hashable, Hashable]:
+def _again(rows: Rows, cycle: _Cycle, names: dict[Hashable, Hashable], step: int, allocator: CachingAllocator) -> dict[Hashable, Hashable]:
     """Replay the last step once more. ``names``: what the step before called the storages that it made."""
     allocator.replay([(names.get(storage, storage), -nbytes) for storage, nbytes in cycle.leftovers.items()])
     made: dict[Hashable, Hashable] = {}

@@ -147,8 +147,8 @@ class VirtualGPU:
         self._mode._see_model(model)
 
     def parameter_moved(self, parameter: torch.Tensor) -> None:
-        """A parameter has got memory, on a card or on the host: so it is counted as one before its model is called."""
-        if isinstance(parameter, torch.nn.Parameter):
+        """A parameter or a buffer has got memory, on a card or on the host: so it is counted as one before its model is called."""
+        if is_virtual(parameter):
             self._mode._see_parameter(parameter, self._mode._parameters.get(parameter, 0))
 
     @property

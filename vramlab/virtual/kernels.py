@@ -36,7 +36,7 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 def _cudnn_version() -> int:
     try:
         return torch.backends.cudnn.version() or 92400
-    except RuntimeError:  # a card in this machine for which this build's cuDNN is too new
+    except (RuntimeError, ValueError):  # a card in this machine for which this build's cuDNN is too new, or none after all
         return 92400
 
 

@@ -109,6 +109,9 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
             torch.__future__.set_swap_module_params_on_conversion(before)
             for named, moved in zip(everything, rest, strict=True):
                 named.update(moved)
+            for buffer in everything[1].values():
+                if buffer is not None and is_virtual(buffer):
+                    backend.innermost().parameter_moved(buffer)
             self._parameters, self._buffers = everything
 
     return apply
