@@ -402,8 +402,20 @@ def test_a_branch_on_computed_values_is_named_with_its_line(branch: Any, operato
         branch(out)
         return out.sum(), len(batch)
 
-    with pytest.raises(RuntimeError, match=f"{operator} at .*test_planning.py:\\d+ needs values that were computed on the card"):
+    with pytest.raises(RuntimeError, match=f"{operator} at .*test_planning.py:\\d+ needs values that were computed on the card") as caught:
         plan(task_of(loss=loss), vl.Recipe(), "RTX 4090")
+    assert any(note.startswith("This was aten::") and "in forward" in note for note in caught.value.__notes__)
+
+
+def test_a_branch_in_a_module_names_the_module() -> None:
+    class Branching(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            return out if out.sum() > 0 else -out
+
+    with pytest.raises(RuntimeError, match="needs values") as caught:
+        plan(task_of(lambda: nn.Sequential(Net(), Branching())), vl.Recipe(), "RTX 4090")
+    assert any("module 1" in note for note in caught.value.__notes__)
 
 
 def test_values_that_came_from_the_cpu_may_be_read() -> None:

@@ -267,7 +267,8 @@ class _CheckpointedForward:
         name = operator.name().removeprefix("aten::").split(".")[0]
         if name in KEPT:
             self.kept += 1
-            kept.update(storage._cdata for tensor in tensors_in(context.op_output) for storage in storages_of(tensor))
+            made = getattr(context, "op_output", None)  # torch 2.11 asks before it is there: then only torch notices a change in place
+            kept.update(storage._cdata for tensor in tensors_in(made) for storage in storages_of(tensor))
             return CheckpointPolicy.MUST_SAVE
         if name.endswith("_") and any(storage._cdata in kept for tensor in tensors_in(args[:1]) for storage in storages_of(tensor)):
             self.in_place = name

@@ -29,7 +29,7 @@ from vramlab.memory.trace import Category, DeviceCounters, MemoryTrace
 from vramlab.tensors import is_virtual, map_tensors, storages_of, tensors_in
 from vramlab.units import format_bytes, parse_bytes, round_up
 from vramlab.virtual import autocast, backend, kernels, patches, shapes
-from vramlab.virtual.values import Values
+from vramlab.virtual.values import UnknownValueError, Values
 
 _aten = torch.ops.aten
 _HOST = torch.device("cpu")
@@ -419,6 +419,9 @@ class _Mode(Recorder):
             out = self._see(func, types, args, kwargs)
         except torch.OutOfMemoryError as error:
             self._explain(error)
+            raise
+        except UnknownValueError as error:
+            error.add_note(f"This was {self._now.where()}.")
             raise
         self._kernel_ends(func, args, kwargs or {}, out)
         return out
