@@ -140,13 +140,13 @@ def percent(share: float | None) -> str:
 
 
 def judge_line(report: dict[str, Any]) -> str:
-    count = report["summary"]
+    count, cards = report["summary"], len({row["card"] for row in report["rows"]})
     return (
-        f"The strictest judge is PyTorch's own host code: torch {report['torch']} with its CUDA allocator, autocast and autograd thread, over a "
-        "CUDA runtime that hands out addresses and starts no kernel. Over "
-        f"{count['rows']} steps ({len({row['card'] for row in report['rows']})} cards; precision, checkpointing, optimizers, offloading, "
-        f"models of this package and of transformers) peak allocated is equal to the byte in {count['equal in allocated']}, peak reserved in "
-        f"{count['equal in reserved']}. `python benchmarks/judge/run.py` needs gcc and a CUDA build of PyTorch, and no card."
+        f"The strictest judge is PyTorch's own host code: torch {report['torch']} with its CUDA allocator, autocast and autograd thread, "
+        f"over a CUDA runtime that hands out addresses and starts no kernel. Over {count['rows']} steps ({cards} cards; precision, "
+        "checkpointing, optimizers, offloading, models of this package and of transformers) peak allocated is equal to the byte in "
+        f"{count['equal in allocated']}, peak reserved in {count['equal in reserved']}. `python benchmarks/judge/run.py` needs gcc and a "
+        "CUDA build of PyTorch, and no card."
     )
 
 

@@ -54,7 +54,8 @@ def test_the_summary_says_what_failed_what_is_held_and_what_fragmentation_cost()
     assert report().summary().splitlines() == [
         "RTX 4090 ran out of memory: 10.00 MiB more for aten::mm in forward, module head, b.py:2.",
         "Allocated 9.00 MiB, reserved 20.00 MiB of 24.00 MiB.",
-        "11.00 MiB of it is free, in pieces of at most 8.00 MiB. Together that is enough for it: try PYTORCH_ALLOC_CONF=expandable_segments:True.",
+        "11.00 MiB of it is free, in pieces of at most 8.00 MiB. "
+        "Together that is enough for it: try PYTORCH_ALLOC_CONF=expandable_segments:True.",
     ]
     assert "Even in one piece that is too little." in report(requested=GiB).summary()
     assert "of it is free" not in report(reserved=9 * MiB).summary()

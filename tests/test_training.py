@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import copy
 import gc
 import inspect
+import itertools
 import random
 import re
 import signal

@@ -180,8 +180,10 @@ def draw_curve(ax: Axes, curve: LawCurve) -> Axes:
         ax.plot([point.micro_batch], [point.reserved / unit], "o", color="#495057", markerfacecolor="#495057" if point.fits else "white")
     end = curve.plan.capacity / unit
     ax.axhline(end, color="#D55E00", linewidth=1.5, linestyle=":")
-    ax.annotate(f"{curve.plan.gpu.name}: {format_bytes(curve.plan.capacity)}", (sizes[0], end), (0, 3), textcoords="offset points", color="#D55E00")
-    ax.set(xlabel="micro-batch", ylabel=f"planned ({name})", ylim=(0, 1.15 * max(end, *(p.reserved / unit for p in curve.points))))
+    label = f"{curve.plan.gpu.name}: {format_bytes(curve.plan.capacity)}"
+    ax.annotate(label, (sizes[0], end), (0, 3), textcoords="offset points", color="#D55E00")
+    highest = max(end, *(point.reserved / unit for point in curve.points))
+    ax.set(xlabel="micro-batch", ylabel=f"planned ({name})", ylim=(0, 1.15 * highest))
     ax.legend(frameon=False, loc="lower right")
     ax.grid(axis="y")
     return ax
