@@ -241,8 +241,9 @@ class Plan:
         """
         if points < 2:
             raise ValueError(f"A curve has at least 2 points, got {points}.")
-        top = max(2, math.ceil(1.25 * self._largest_by_law()))
-        sizes = sorted({1 + round(i * (top - 1) / (points - 1)) for i in range(points)})
+        largest = self._largest_by_law()
+        top = max(2, math.ceil(1.25 * largest))
+        sizes = sorted({1 + round(i * (top - 1) / (points - 1)) for i in range(points)} | {max(largest, 1), largest + 1})
         return LawCurve(self, [self.law(n, quick=True) for n in sizes])
 
     @property
