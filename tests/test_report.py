@@ -162,23 +162,46 @@ def test_code_on_a_virtual_card_without_a_run_has_a_report_without_changes() -> 
     assert without
 
 
-def test_cudas_own_error_is_explained_from_its_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """What torch.cuda would say after an error."""
+    blocks = [{"size": 7 * MiB, "state": "inactive"}, {"size": 9 * MiB, "state": "active_allocated"}]
+    segments = [{"device": 0, "blocks": blocks}, {"device": 1, "blocks": [{"size": GiB, "state": "inactive"}]}]
+    said = {"memory_snapshot": segments, "memory_allocated": 9 * MiB, "memory_reserved": 20 * MiB, "mem_get_info": (80 * MiB, GiB)}
+    for name, value in (said | {"get_device_name": "NVIDIA card", "current_device": 0}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+    return torch.device("cuda")
+
+
+def test_cudas_own_error_is_explained_from_its_counters(monkeypatch: pytest.MonkeyPatch, cuda: torch.device) -> None:
     from vramlab import experiments
 
-    card = gpu("RTX 4090")
-    blocks = [{"size": 7 * MiB, "state": "inactive"}, {"size": 9 * MiB, "state": "active_allocated"}]
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"device": 0, "blocks": blocks}, {"device": 1, "blocks": blocks * 2}])
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 9 * MiB)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * MiB)
-    monkeypatch.setattr(experiments, "gpu", lambda: card)
-    run = experiments.Run(TASK, vl.Recipe(), torch.device("cuda"))
+    monkeypatch.setattr(experiments, "gpu", lambda: gpu("RTX 4090"))
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of ...")
-    experiments._explain(error, run)
+    experiments._explain(error, experiments.Run(TASK, vl.Recipe(), cuda))
     it = error.report
     assert (it.requested, it.allocated, it.reserved, it.largest_hole) == (3 * GiB // 2, 9 * MiB, 20 * MiB, 7 * MiB)
-    assert it.capacity == card.memory - card.context
+    assert it.capacity == 100 * MiB
     assert it.plan_changes is not None
-    assert "print(error.report)" in error.__notes__[0]
+    assert "NVIDIA card ran out of memory: 1.50 GiB more" in error.__notes__[0]
+
+
+def test_a_recorder_explains_it_with_its_trace_and_once(cuda: torch.device) -> None:
+    from vramlab.devices import explain_out_of_memory
+
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+    explain_out_of_memory(error, cuda, report().trace)
+    first = error.report
+    assert "an operator in forward" in str(first)
+    assert "a.py:1" in str(first)
+    explain_out_of_memory(error, cuda, MemoryTrace(NO_EVENTS))
+    assert error.report is first
+    assert len(error.__notes__) == 1
+    for other in (ValueError("no"), None):
+        explain_out_of_memory(other, cuda, report().trace)
+    plain = torch.OutOfMemoryError("out of memory")
+    explain_out_of_memory(plain, torch.device("cpu"), report().trace)
+    assert not hasattr(plain, "report")
 
 
 def test_other_errors_are_left_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,7 +14,9 @@ from typing import Any, ClassVar, TypeVar
 import pynvml
 import torch
 
-from vramlab.memory.trace import DeviceCounters
+from vramlab.memory.report import OutOfMemoryReport
+from vramlab.memory.trace import DeviceCounters, MemoryTrace
+from vramlab.units import parse_bytes
 
 T = TypeVar("T")
 
@@ -149,6 +152,34 @@ def memory_in_use(device: torch.device) -> int | None:
     # By UUID: CUDA_VISIBLE_DEVICES renumbers devices for torch and not for NVML.
     uuid = torch.cuda.get_device_properties(device).uuid
     return _ask_nvml(lambda: int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")).used), None)
+
+
+def explain_out_of_memory(error: BaseException | None, device: torch.device, trace: MemoryTrace) -> None:
+    """Let a real card's out-of-memory error say who held the memory, as its ``report``; other errors are left alone.
+
+    From CUDA's own counters, and from what a recorder saw; what was asked for stands in torch's message.
+    """
+    if not isinstance(error, torch.OutOfMemoryError) or device.type != "cuda" or hasattr(error, "report"):
+        return
+    asked = re.search(r"Tried to allocate ([\d.]+ [KMG]iB)", str(error))
+    wanted = parse_bytes(asked[1]) if asked else 0
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
+    holes = [block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "inactive"]
+    reserved = torch.cuda.memory_reserved(device)
+    report = OutOfMemoryReport(
+        device=torch.cuda.get_device_name(device),
+        requested=wanted,
+        segment=wanted,
+        capacity=reserved + torch.cuda.mem_get_info(device)[0],
+        allocated=torch.cuda.memory_allocated(device),
+        reserved=reserved,
+        where=f"an operator in {trace.last_phase}",
+        trace=trace,
+        largest_hole=max(holes, default=0),
+    )
+    error.report = report  # type: ignore[attr-defined]
+    error.add_note(f"{report.summary()}\nprint(error.report) lists who held the memory.")
 
 
 def cards_seen_by_driver() -> list[str]:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from vramlab.devices import choose_device
+from vramlab.devices import choose_device, explain_out_of_memory
 from vramlab.gpus import GPU, gpu
 from vramlab.memory.free import forget_backward, release
 from vramlab.memory.report import OutOfMemoryReport
@@ -29,7 +29,7 @@ from vramlab.planning import Plan, named, plan, single_changes
 from vramlab.recipe import Recipe
 from vramlab.tasks import Task
 from vramlab.training import StepReport, check_arguments, train
-from vramlab.units import format_bytes, parse_bytes
+from vramlab.units import format_bytes
 from vramlab.virtual import planner
 
 if TYPE_CHECKING:
@@ -343,39 +343,14 @@ def _seed(seed: int, device: torch.device) -> None:
 
 def _explain(error: BaseException, failed: Run) -> None:
     """Let an out-of-memory error say who held the memory, and what change to the recipe would fit."""
-    report = getattr(error, "report", None)
     card = failed.device if isinstance(failed.device, GPU) else None
-    if isinstance(failed.device, torch.device) and failed.device.type == "cuda" and isinstance(error, torch.OutOfMemoryError):
+    if isinstance(failed.device, torch.device) and failed.device.type == "cuda":
+        explain_out_of_memory(error, failed.device, failed.failed_trace or MemoryTrace(NO_EVENTS))
         card = gpu()
-        report = _cuda_report(error, failed.device, card, failed.failed_trace or MemoryTrace(NO_EVENTS))
-        error.add_note(f"{report.summary()}\nprint(error.report) lists who held the memory, and changes that would fit.")
+    report = getattr(error, "report", None)
     if isinstance(report, OutOfMemoryReport) and card is not None:
         plan_changes = functools.partial(single_changes, failed.task, failed.recipe, card)
         error.report = dataclasses.replace(report, plan_changes=plan_changes)  # type: ignore[attr-defined]
-
-
-def _cuda_report(error: BaseException, device: torch.device, card: GPU, trace: MemoryTrace) -> OutOfMemoryReport:
-    """From CUDA's own counters, and the recorded step as far as it came; what it was asked for stands in torch's message."""
-    asked = re.search(r"Tried to allocate ([\d.]+ [KMG]iB)", str(error))
-    wanted = parse_bytes(asked[1]) if asked else 0
-    free = [
-        block["size"]
-        for segment in torch.cuda.memory_snapshot()
-        if segment["device"] == (device.index or 0)
-        for block in segment["blocks"]
-        if block["state"] == "inactive"
-    ]
-    return OutOfMemoryReport(
-        device=card.name,
-        requested=wanted,
-        segment=wanted,
-        capacity=card.memory - card.context,
-        allocated=torch.cuda.memory_allocated(device),
-        reserved=torch.cuda.memory_reserved(device),
-        where=f"an operator in {trace.last_phase}" if len(trace) else "an operator",
-        trace=trace,
-        largest_hole=max(free, default=0),
-    )
 
 
 def _release_memory(error: BaseException) -> None:

@@ -91,9 +91,8 @@ def free() -> Freed:
 
     Lets go of the last error and the variables of its functions, of a notebook's outputs (``Out``, ``_``, ``_3``) that hold
     tensors, of what autograd keeps of a failed backward, of garbage in cycles, and on CUDA of cuBLAS's workspaces and cached
-    blocks. Variables of
-    yours are left alone, and so is what you keep an error in; ``del`` those that the report names. ``%debug`` has nothing to
-    look at afterwards.
+    blocks. Variables of yours are left alone, and so is an error that you keep; ``del`` those that the report names. ``%debug``
+    has nothing to look at afterwards.
 
     Returns:
         A `Freed`. On CUDA (if it is in use) bytes are those of the caching allocator on all cards. On the CPU they are those
@@ -145,7 +144,8 @@ def _drop_last_error() -> Iterator[str]:
     for error in errors:
         if error is not running:
             release(error)
-    if (last := getattr(sys, "last_traceback", None)) is not None:
+    last = getattr(sys, "last_traceback", None)
+    if last is not None and (running is None or last is not running.__traceback__):
         traceback.clear_frames(last)
     for name in ("last_exc", "last_value", "last_traceback", "last_type"):
         if hasattr(sys, name):
@@ -280,13 +280,13 @@ _NO_HOLDERS = (types.ModuleType, type, str, bytes, int, float, type(None), torch
 
 
 def _saved(node: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a node of autograd's graph keeps as they are; packed ones would be unpacked by others' code."""
+    """The tensors that a node of autograd's graph keeps, as they are kept: unpacking would run others' code."""
     for name in dir(node):
         if name.startswith("_raw_saved"):
             saved = getattr(node, name)
             for one in saved if isinstance(saved, list | tuple) else (saved,):
                 with suppress(RuntimeError):
-                    if one.unpack_hook is None and isinstance(one.data, torch.Tensor):
+                    if isinstance(one.data, torch.Tensor):
                         yield one.data
     if isinstance(getattr(node, "variable", None), torch.Tensor):
         yield node.variable  # a leaf, into which a gradient goes

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from vramlab.devices import PeakCounters
+from vramlab.devices import PeakCounters, explain_out_of_memory
 from vramlab.memory.ledger import Ledger, Storage
 from vramlab.memory.now import Now
 from vramlab.memory.trace import Category, MemoryTrace, Phase
@@ -34,7 +34,7 @@ def record(
     """Record the memory of any PyTorch code: ``with record(model, optimizer) as trace: ...``.
 
     The trace can be read during and after the block. Recorders nest; each object records once. An exception inside
-    keeps what was recorded until then.
+    keeps what was recorded until then; CUDA's out-of-memory error gets a ``report`` of who held the memory.
 
     Args:
         model: its parameters, buffers and gradients are counted from the start and its module names are used.
@@ -113,6 +113,8 @@ class Recorder(TorchDispatchMode):
                 self._mark_all()
         finally:
             self._finish()
+            if self._device is not None:
+                explain_out_of_memory(error[1], self._device, self.trace)
             # Nothing of the recorded code may live longer because it was recorded.
             self._outside.clear()
             self._model = self._optimizer = None
