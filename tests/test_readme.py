@@ -41,7 +41,7 @@ def names() -> dict[str, Any]:
 
 
 def test_the_code_runs_from_top_to_bottom() -> None:
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
     namespace = names()
     for block in BLOCKS[:3]:
         exec(block, namespace)
@@ -64,14 +64,21 @@ print(plan.fits, plan.cause["phase"], len(plan.holders(10)), gpu.peak_allocated 
     assert out.split() == ["True", "step", "10", "True"]
 
 
+def test_the_ranks_work() -> None:
+    block = BLOCKS[4].replace("vl.parallel.launch(work, ranks=2)", "print(vl.parallel.launch(work, ranks=2))")
+    code = f"import torch\nimport vramlab as vl\nexec({block!r})"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True).stdout
+    assert out.splitlines()[-1] == "[437760, 437760]"
+
+
 def test_the_techniques_work_in_a_loop_of_ones_own() -> None:
     namespace = names()
     model: nn.Module = namespace["model"]
     before = [p.detach().clone() for p in model.parameters()]
-    exec(BLOCKS[4], namespace)
+    exec(BLOCKS[5], namespace)
     assert namespace["window"].loss < 6
     assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert len(BLOCKS[4].splitlines()) < 18
+    assert len(BLOCKS[5].splitlines()) < 18
 
 
 def test_the_one_line_without_a_notebook_runs() -> None:

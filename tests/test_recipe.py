@@ -210,6 +210,11 @@ CONFLICTS = [
         "Set precision='amp-bf16', or optimizer_in_backward=False.",
     ),
     (
+        {"optimizer_in_backward": True, "parallel": "ddp", "ranks": 2},
+        "A step in backward would use gradients that are not averaged over the ranks yet.",
+        "Set parallel='fsdp', or optimizer_in_backward=False.",
+    ),
+    (
         {"checkpointing": "selective", "offload": "activations"},
         "Selective checkpointing keeps results where offloading does not see them.",
         "Set checkpointing='blocks', or offload='none'.",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vramlab.recipe import Recipe
 
 if TYPE_CHECKING:
-    from vramlab import tasks, techniques
+    from vramlab import parallel, tasks, techniques
     from vramlab.experiments import compare, run
     from vramlab.memory.budget import budget
     from vramlab.memory.free import free
@@ -31,6 +31,7 @@ _HOME = {
     "budget": "vramlab.memory.budget",
     "compare": "vramlab.experiments",
     "free": "vramlab.memory.free",
+    "parallel": "vramlab.parallel",
     "plan": "vramlab.planning",
     "plot": "vramlab.notebook.plots",
     "record": "vramlab.memory.recorder",
@@ -48,6 +49,7 @@ __all__ = [
     "budget",
     "compare",
     "free",
+    "parallel",
     "plan",
     "plot",
     "record",

@@ -163,6 +163,12 @@ def conflicts(**options: object) -> list[Conflict]:
         "Set precision='amp-bf16', or optimizer_in_backward=False.",
     )
     refuse(
+        in_backward and parallel == "ddp",
+        "optimizer_in_backward parallel ranks",
+        "A step in backward would use gradients that are not averaged over the ranks yet.",
+        "Set parallel='fsdp', or optimizer_in_backward=False.",
+    )
+    refuse(
         value["checkpointing"] == "selective" and value["offload"] == "activations",
         "checkpointing offload",
         "Selective checkpointing keeps results where offloading does not see them.",

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
-_hooked = WeakTensorKeyDictionary()
+hooked_parameters = WeakTensorKeyDictionary()
 """The parameters that step in backward, to a weak reference to what steps them, and its hooks."""
 
 
@@ -65,7 +65,7 @@ class StepInBackward(torch.optim.Optimizer):
                 "call requires_grad_() on those to train."
             )
         for name, p in named.items():
-            owner, handles = _hooked.get(p, (lambda: None, []))
+            owner, handles = hooked_parameters.get(p, (lambda: None, []))
             if owner() is not None:  # a second hook would find the gradient gone and do nothing
                 raise ValueError(f"A parameter steps in backward once, and {name!r} does already; call remove() on that optimizer first.")
             _remove(handles)
@@ -77,7 +77,7 @@ class StepInBackward(torch.optim.Optimizer):
         for name, p in named.items():
             hook = partial(_gradient_is_there, weakref.ref(self), self._handles, name)
             self._handles.append(p.register_post_accumulate_grad_hook(hook))
-            _hooked[p] = weakref.ref(self), self._handles
+            hooked_parameters[p] = weakref.ref(self), self._handles
 
     def _share_groups(self) -> None:
         # The groups of the single optimizers themselves: what a scheduler sets here is what they use.
@@ -151,7 +151,7 @@ class StepInBackward(torch.optim.Optimizer):
         if self._handles:  # else another optimizer may have them by now
             _remove(self._handles)
             for group in self.param_groups:
-                del _hooked[group["params"][0]]
+                del hooked_parameters[group["params"][0]]
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("A step in backward is tied to the parameters of its model and cannot be copied; save its state_dict() instead.")

@@ -57,7 +57,7 @@ def _code_of_file(make: Callable[..., CodeType], parts: tuple[Any, ...], file: s
     return make(*parts).replace(co_filename=file)
 
 
-def _pickled(value: Any) -> bytes:
+def pickled(value: Any) -> bytes:
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()
@@ -65,7 +65,7 @@ def _pickled(value: Any) -> bytes:
 
 def pack_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     try:
-        return _pickled((function, args, kwargs))
+        return pickled((function, args, kwargs))
     except Exception as error:
         raise TypeError(
             f"{name_of(function)} and its arguments travel to the planner process, and one of them cannot be pickled: {error}. "
@@ -125,7 +125,7 @@ def load_call(surroundings: tuple[list[str], str | None], payload: bytes) -> Any
 
 def pack_result(source: Any, result: Any) -> bytes:
     try:
-        return _pickled(result)
+        return pickled(result)
     except Exception as error:
         kind = f"{type(result).__module__}.{type(result).__qualname__}"
         raise TypeError(
@@ -165,11 +165,11 @@ def _forms(error: BaseException) -> Iterator[bytes]:
     than they keep in ``args``: pickle calls it with these.
     """
     with contextlib.suppress(Exception):
-        yield _pickled(error)
+        yield pickled(error)
     with contextlib.suppress(Exception):
         args = tuple(argument if _travels(argument) else _Shown(repr(argument)) for argument in error.args)
         state = {name: value for name, value in vars(error).items() if _travels(value)}
-        yield _pickled(_Bare(type(error), args, state))
+        yield pickled(_Bare(type(error), args, state))
 
 
 class _Bare:
@@ -198,7 +198,7 @@ def _bare_error(kind: type[BaseException], args: tuple[Any, ...], state: dict[st
 
 def _travels(value: Any) -> bool:
     try:
-        pickle.loads(_pickled(value))
+        pickle.loads(pickled(value))
     except Exception:
         return False
     return True
