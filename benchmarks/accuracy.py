@@ -6,8 +6,8 @@ Runs every row of ground_truth.json on a virtual card (see workloads.py), prints
 benchmarks/results/accuracy.json. Libraries write the same model differently from version to version, so rows name the
 transformers that they ran with or the nearest that installs, and need an interpreter that has it; others are skipped:
 
-for v in 4.51.3 4.46.3 4.44.2; do python -m venv /tmp/tf$v && /tmp/tf$v/bin/pip install -e '.[models]' transformers==$v; done
-python benchmarks/accuracy.py $(for v in 4.51.3 4.46.3 4.44.2; do echo --python $v=/tmp/tf$v/bin/python; done)
+for v in 4.51.3 4.46.3 4.44.2; do python -m venv envs/$v && envs/$v/bin/pip install -e '.[models]' transformers==$v; done
+python benchmarks/accuracy.py $(for v in 4.51.3 4.46.3 4.44.2; do echo --python $v=envs/$v/bin/python; done)
 """
 
 from __future__ import annotations

@@ -194,7 +194,8 @@ class MemoryTrace:
 
     def _peak_cause(self) -> tuple[str, str]:
         """The phase and the operator of the event that made the peak."""
-        events, i = self.events, self.peak_event
+        events = self.events  # once: another thread may record
+        i = _moment(events, "peak") - 1
         return (Phase(events.phase[i]).label, events.operators[events.operator[i]]) if i >= 0 else (Phase.BUILD.label, "")
 
     @property

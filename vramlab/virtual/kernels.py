@@ -416,6 +416,8 @@ def kernel_outputs(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dic
     """
     if func in (aten.mse_loss.default, aten.smooth_l1_loss.default):
         a = _arguments(func, args, kwargs)
+        if a["reduction"] == 0:  # none
+            return out
         return out.new_empty(torch.broadcast_shapes(a["self"].shape, a["target"].shape)).resize_(out.shape)
     if func is aten._scaled_dot_product_efficient_attention.default and _arguments(func, args, kwargs)["dropout_p"] > 0:
         return (*out[:2], torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64))
