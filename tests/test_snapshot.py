@@ -182,7 +182,7 @@ def test_old_snapshots_know_no_requested_sizes(path: Path) -> None:
 
 PLACES = ("site-packages/torch/nn/modules/linear.py", 134, "forward")
 CALL = ("/x/torch/nn/modules/module.py", 1794, "_call_impl")
-MINE = ("/home/me/train.py", 7, "step")
+MINE = ("/srv/me/train.py", 7, "step")
 EMPTY = ("??", 0, "at::_ops::empty_memory_format::call(c10::SymInt)")
 
 
@@ -190,20 +190,20 @@ EMPTY = ("??", 0, "at::_ops::empty_memory_format::call(c10::SymInt)")
     ("frames", "operator", "phase", "line"),
     [
         ((), "(unknown)", "build", ""),
-        ((MINE,), "step in train.py", "build", "/home/me/train.py:7"),
-        ((EMPTY, MINE), "aten::empty_memory_format", "build", "/home/me/train.py:7"),
-        ((EMPTY, ("??", 0, "at::_ops::relu::redispatch(x)"), PLACES, CALL, MINE), "aten::relu", "forward", "/home/me/train.py:7"),
+        ((MINE,), "step in train.py", "build", "/srv/me/train.py:7"),
+        ((EMPTY, MINE), "aten::empty_memory_format", "build", "/srv/me/train.py:7"),
+        ((EMPTY, ("??", 0, "at::_ops::relu::redispatch(x)"), PLACES, CALL, MINE), "aten::relu", "forward", "/srv/me/train.py:7"),
         ((("C:\\lib\\torch\\optim\\sgd.py", 3, "step"), ("C:\\me\\a.py", 9, "f")), "step in sgd.py", "step", "C:/me/a.py:9"),
         ((("engine.cpp", 0, "torch::autograd::Engine::thread_main(x)"),), "(unknown)", "backward", ""),
         (
             (("/x/torch/autograd/graph.py", 1, "_engine_run_backward"), MINE),
             "_engine_run_backward in graph.py",
             "backward",
-            "/home/me/train.py:7",
+            "/srv/me/train.py:7",
         ),
         ((("/tmp/ipykernel_5/77.py", 3, "<module>"),), "<module> in 77.py", "build", "notebook cell:3"),
         ((("/env/site-packages/peft/tuners.py", 3, "f"),), "f in tuners.py", "build", "peft/tuners.py:3"),
-        ((("/x/vramlab/memory/recorder.py", 3, "f"), MINE), "f in recorder.py", "build", "/home/me/train.py:7"),
+        ((("/x/vramlab/memory/recorder.py", 3, "f"), MINE), "f in recorder.py", "build", "/srv/me/train.py:7"),
         ((("object.h", 538, "Py_DECREF"),), "(unknown)", "build", ""),
     ],
 )

@@ -568,7 +568,7 @@ REFUSED = {
             "Mask R-CNN": (detector("maskrcnn_resnet50_fpn"), "aten::nonzero"),
             "RetinaNet": (detector("retinanet_resnet50_fpn"), "aten::nonzero"),
             "SSD": (detector("ssdlite320_mobilenet_v3_large"), "aten::nonzero"),
-            "FCOS": (detector("fcos_resnet50_fpn"), "aten::_local_scalar_dense"),
+            "FCOS": (detector("fcos_resnet50_fpn"), "aten::index.Tensor"),
         }
         if HAS_TORCHVISION
         else {}
