@@ -201,7 +201,7 @@ EMPTY = ("??", 0, "at::_ops::empty_memory_format::call(c10::SymInt)")
             "backward",
             "/srv/me/train.py:7",
         ),
-        ((("/tmp/ipykernel_5/77.py", 3, "<module>"),), "<module> in 77.py", "build", "notebook cell:3"),
+        ((("/var/ipykernel_5/77.py", 3, "<module>"),), "<module> in 77.py", "build", "notebook cell:3"),
         ((("/env/site-packages/peft/tuners.py", 3, "f"),), "f in tuners.py", "build", "peft/tuners.py:3"),
         ((("/x/vramlab/memory/recorder.py", 3, "f"), MINE), "f in recorder.py", "build", "/srv/me/train.py:7"),
         ((("object.h", 538, "Py_DECREF"),), "(unknown)", "build", ""),
