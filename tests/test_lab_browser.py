@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
@@ -85,7 +86,7 @@ def page() -> Iterator[Page]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
         # As tall as the notebook: JupyterLab renders only the cells in view.
-        yield browser.new_page(viewport={"width": 1400, "height": 4600})
+        yield browser.new_page(viewport={"width": 1400, "height": 6400})
         browser.close()
 
 
@@ -95,8 +96,15 @@ def notebook(server: Server, page: Page) -> Page:
     name = "00_start_here.ipynb"
     page.goto(f"{server.base}/doc/tree/{name}?token={TOKEN}&reset", wait_until="domcontentloaded")
     page.locator('.jp-NotebookPanel-toolbar [data-status="idle"]').wait_for(timeout=120_000)
-    page.get_by_role("menuitem", name="Run", exact=True).click()
-    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+    begun = page.locator(".jp-InputPrompt").filter(has_text=re.compile(r"\[(\*|\d+)\]")).first
+    for _ in range(6):
+        page.get_by_role("menuitem", name="Run", exact=True).click()
+        page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+        try:
+            begun.wait_for(timeout=20_000)
+            break
+        except PlaywrightTimeout:  # JupyterLab drops a command that comes while its kernel still connects
+            continue
     return page
 
 
