@@ -154,6 +154,19 @@ def memory_in_use(device: torch.device) -> int | None:
     return _ask_nvml(lambda: int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")).used), None)
 
 
+def asked_for(error: BaseException) -> int:
+    """Bytes that CUDA's out-of-memory error says it tried to allocate, which are rounded in its text; 0 if it does not say."""
+    asked = re.search(r"Tried to allocate ([\d.]+ [KMG]?i?B)", str(error))
+    return parse_bytes(asked[1]) if asked else 0
+
+
+def largest_hole(device: torch.device) -> int:
+    """Bytes of the largest free block of CUDA's caching allocator."""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    blocks = (block for segment in torch.cuda.memory_snapshot() if segment["device"] == index for block in segment["blocks"])
+    return max((block["size"] for block in blocks if block["state"] == "inactive"), default=0)
+
+
 def explain_out_of_memory(error: BaseException | None, device: torch.device, trace: MemoryTrace) -> None:
     """Let a real card's out-of-memory error say who held the memory, as its ``report``; other errors are left alone.
 
@@ -161,11 +174,7 @@ def explain_out_of_memory(error: BaseException | None, device: torch.device, tra
     """
     if not isinstance(error, torch.OutOfMemoryError) or device.type != "cuda" or hasattr(error, "report"):
         return
-    asked = re.search(r"Tried to allocate ([\d.]+ [KMG]iB)", str(error))
-    wanted = parse_bytes(asked[1]) if asked else 0
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
-    holes = [block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "inactive"]
+    wanted = asked_for(error)
     reserved = torch.cuda.memory_reserved(device)
     report = OutOfMemoryReport(
         device=torch.cuda.get_device_name(device),
@@ -176,7 +185,7 @@ def explain_out_of_memory(error: BaseException | None, device: torch.device, tra
         reserved=reserved,
         where=f"an operator in {trace.last_phase}",
         trace=trace,
-        largest_hole=max(holes, default=0),
+        largest_hole=largest_hole(device),
     )
     error.report = report  # type: ignore[attr-defined]
     error.add_note(f"{report.summary()}\nprint(error.report) lists who held the memory.")

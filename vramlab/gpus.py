@@ -117,6 +117,20 @@ class GPU:
         """
         return 4096 * 8 * KiB if 9 <= self.capability[0] <= 12 else 4096 * 2 * KiB + 16 * 8 * KiB
 
+    def left_for_pytorch(self, in_use: int = 0) -> int:
+        """Bytes that PyTorch can reserve: without the CUDA context, and what others hold.
+
+        Raises:
+            ValueError: nothing is left.
+        """
+        left = self.memory - self.context - in_use
+        if left <= 0:
+            raise ValueError(
+                f"Nothing of {self} is left: its context takes {format_bytes(self.context)} and others "
+                f"{format_bytes(in_use)}; lower in_use."
+            )
+        return left
+
     def with_(self, **changes: Any) -> GPU:
         """The same card with other figures, for example ``gpu("RTX 4090").with_(memory="20 GiB")``."""
         sources = {**self.sources, **dict.fromkeys(changes, "given by the user")}

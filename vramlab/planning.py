@@ -59,11 +59,7 @@ def plan(task: Task, recipe: Recipe | None = None, gpu: GPU | str | None = None,
     recipe = Recipe() if recipe is None else recipe
     check_arguments(task, recipe)
     card, held = gpus.gpu(gpu), parse_bytes(in_use)
-    capacity = card.memory - card.context - held
-    if capacity <= 0:
-        raise ValueError(
-            f"Nothing of {card} is left: its context takes {format_bytes(card.context)} and others {format_bytes(held)}; lower in_use."
-        )
+    card.left_for_pytorch(held)  # refuses a full one before anything is traced
     return Plan(task=task, recipe=recipe, gpu=card, in_use=held, **planner.shared().call(trace_steps, task, recipe, card))
 
 
@@ -302,7 +298,7 @@ class Plan:
     @property
     def capacity(self) -> int:
         """What PyTorch can reserve: the card's memory without the CUDA context and what others hold."""
-        return self.gpu.memory - self.gpu.context - self.in_use
+        return self.gpu.left_for_pytorch(self.in_use)
 
     @property
     def device(self) -> int:

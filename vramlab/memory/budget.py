@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from vramlab.devices import choose_device
+from vramlab.devices import asked_for, choose_device, largest_hole
 from vramlab.gpus import CONTEXT, CONTEXT_RANGE
 from vramlab.memory import allocator as rules
 from vramlab.memory.allocator import CachingAllocator
@@ -189,8 +188,7 @@ class Budget(Recorder):
         if isinstance(error, OutOfBudgetError) and error.budget is not self:
             return error  # of the budget around this one
         if not isinstance(error, OutOfBudgetError):
-            asked = re.search(r"Tried to allocate ([\d.]+ [KMG]?i?B)", str(error))
-            segment = parse_bytes(asked[1].replace("bytes", "B")) if asked else 0
+            segment = asked_for(error)
             cause, error = error, OutOfBudgetError(self, segment, segment)  # CUDA says but one number, with two decimals
             error.__cause__ = cause
         error.trace = MemoryTrace(self._ledger.events(self.device), str(self.device))
@@ -203,7 +201,7 @@ class Budget(Recorder):
             reserved=self.reserved,
             where=self._now.where(),
             trace=error.trace,
-            largest_hole=self._share.card.largest_hole if self.device.type == "cpu" else _largest_hole(self.device),
+            largest_hole=self._share.card.largest_hole if self.device.type == "cpu" else largest_hole(self.device),
         )
         error.add_note(f"{error.report.summary()}\nprint(error.report) lists who holds the memory.")
         error.budget = None  # the error outlives the block
@@ -287,12 +285,6 @@ def _context(device: torch.device) -> int:
     beside = total - free - torch.cuda.memory_reserved(device)
     least, most = CONTEXT_RANGE
     return beside if least <= beside <= most else CONTEXT
-
-
-def _largest_hole(device: torch.device) -> int:
-    """Bytes of the largest free block of CUDA's allocator."""
-    blocks = (block for segment in torch.cuda.memory_snapshot() if segment["device"] == device.index for block in segment["blocks"])
-    return max((block["size"] for block in blocks if block["state"] == "inactive"), default=0)
 
 
 def _refuse_other_devices(device: torch.device) -> None:

@@ -133,12 +133,7 @@ def _rounded(nbytes: np.ndarray) -> np.ndarray:
 
 def _skeleton(events: Events) -> _Skeleton:
     """Kernels' own memory comes and goes between two other events; cuBLAS keeps its workspace, so that is an event like others."""
-    _, first, number = np.unique(events.storage, return_index=True, return_inverse=True)
-    kept = np.zeros(len(first), bool)
-    np.logical_or.at(kept, number, events.category != Category.WORKSPACE)
-    ends = np.zeros(len(first), np.int64)
-    np.add.at(ends, number, events.nbytes)
-    stays = (kept | (ends > 0))[number]
+    stays = _stays(events)
     held = np.cumsum(np.where(stays, 0, events.nbytes))
     position = np.cumsum(stays) - 1
     scratch = np.zeros(int(stays.sum()), np.int64)
@@ -151,6 +146,16 @@ def _skeleton(events: Events) -> _Skeleton:
     rows = steady.rows_of(events)
     begin, end = (int(np.count_nonzero(stays[:i])) for i in (rows.begin, rows.end))
     return _Skeleton(np.array([renumber[int(s)] for s in storages], np.int64), events.nbytes[stays], moves, scratch, begin, end)
+
+
+def _stays(events: Events) -> np.ndarray:
+    """Which events belong to the skeleton: those of tensors, and of workspaces that are kept; shape (events,)."""
+    storages, number = np.unique(events.storage, return_inverse=True)
+    kept = np.zeros(len(storages), bool)
+    np.logical_or.at(kept, number, events.category != Category.WORKSPACE)
+    ends = np.zeros(len(storages), np.int64)
+    np.add.at(ends, number, events.nbytes)
+    return (kept | (ends > 0))[number]
 
 
 def _refuse_other_events(events: Events, n: int, one: _Skeleton, m: int, other: _Skeleton) -> None:
@@ -166,10 +171,5 @@ def _refuse_other_events(events: Events, n: int, one: _Skeleton, m: int, other: 
 
 def _operator(events: Events, position: int) -> str:
     """The operator at a position of the skeleton."""
-    _, number = np.unique(events.storage, return_inverse=True)
-    kept = np.zeros(number.max(initial=0) + 1, bool)
-    np.logical_or.at(kept, number, events.category != Category.WORKSPACE)
-    ends = np.zeros(len(kept), np.int64)
-    np.add.at(ends, number, events.nbytes)
-    where = np.flatnonzero((kept | (ends > 0))[number])
+    where = np.flatnonzero(_stays(events))
     return events.operators[events.operator[where[min(position, len(where) - 1)]]] if len(where) else "no event"

@@ -73,12 +73,7 @@ class VirtualGPU:
     def __init__(self, card: GPU, count: int, in_use: int, expandable_segments: bool, limited: bool) -> None:
         if not isinstance(count, int) or count < 1:
             raise ValueError(f"There is at least 1 virtual card, got count={count!r}.")
-        capacity = card.memory - card.context - in_use
-        if capacity <= 0:
-            raise ValueError(
-                f"Nothing of {card} is left: its context takes {format_bytes(card.context)} and others "
-                f"{format_bytes(in_use)}; lower in_use."
-            )
+        capacity = card.left_for_pytorch(in_use)
         self.card, self.in_use, self.capacity = card, in_use, capacity
         self._values = Values()
         self._memory = _Memory(card, [CachingAllocator(capacity if limited else None, expandable_segments) for _ in range(count)])
