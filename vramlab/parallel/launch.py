@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from vramlab.devices import choose_device
 from vramlab.parallel.rank import LAUNCHED, as_rank, command, end_processes, is_running, pack_result, write
-from vramlab.virtual.travel import name_of, pickled, revive
+from vramlab.virtual.travel import cause_of_death, name_of, pickled, revive
 
 T = TypeVar("T")
 TICK = 0.05  # s: how often the ranks' output and files are looked at
@@ -303,7 +303,12 @@ class _Job:
                 f"Its last lines:{_shown(_text(self._folder / 'agent'))}"
             )
         rank, code = next(iter(gone.items()))
-        what, remedy = _cause_of_death(code)
+        what, remedy = cause_of_death(
+            code,
+            (" and without a result", "Something in it ends the process: return instead."),
+            memory="take fewer ranks or less memory in each",
+            again="launch again",
+        )
         lines = _shown(_text(self._file("stderr", rank)))
         return f"Rank {rank} of {len(self._ranks)} {what} while it ran {self._name}. {remedy} Its last lines:{lines}"
 
@@ -393,23 +398,6 @@ def _own_group() -> dict[str, Any]:
     if sys.platform == "win32":
         return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
     return {"start_new_session": True}
-
-
-def _cause_of_death(code: int) -> tuple[str, str]:
-    """What an exit code says, and what to do about it."""
-    if code >= 0:
-        return f"ended with exit code {code} and without a result", "Something in it ends the process: return instead."
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    if name == "SIGKILL":
-        remedy = "Linux ends processes so when memory runs out: take fewer ranks or less memory in each."
-    elif name in ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"):
-        remedy = "An error inside compiled code does that: the lines below show where it was called."
-    else:
-        remedy = "Another program has ended it: launch again."
-    return f"was ended by {name}", remedy
 
 
 def _text(path: Path) -> str:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Future
 from typing import IO, Any, TypeVar
 
-from vramlab.virtual.travel import name_of, pack_call, revive, surroundings, unpack
+from vramlab.virtual.travel import cause_of_death, name_of, pack_call, revive, surroundings, unpack
 
 T = TypeVar("T")
 TICK = 0.05  # s: how often a waiting thread looks whether it was cancelled
@@ -164,7 +164,12 @@ class _Child:
             self.end()
         for reader in self._readers:
             reader.join(0.5)
-        what, remedy = _cause_of_death(self.process.returncode)
+        what, remedy = cause_of_death(
+            self.process.returncode,
+            ("", "Something in it ends the process, or it could not start: the lines below may say what."),
+            memory="close other programs, or build less in memory",
+            again="call again",
+        )
         lines = _telling_lines(self._tail.splitlines())
         said = "".join(f"\n    {line}" for line in lines) if lines else " nothing."
         return f"The planner process {what} {doing}. {remedy} The next call starts a new process. Its last lines:{said}"
@@ -188,23 +193,6 @@ def _popen_options(handle: int) -> dict[str, Any]:
         options["pass_fds"] = [handle]
         options["start_new_session"] = True
     return options
-
-
-def _cause_of_death(code: int) -> tuple[str, str]:
-    """What an exit code says, and what to do about it."""
-    if code >= 0:
-        return f"ended with exit code {code}", "Something in it ends the process, or it could not start: the lines below may say what."
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    if name == "SIGKILL":
-        remedy = "Linux ends processes so when memory runs out: close other programs, or build less in memory."
-    elif name in ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"):
-        remedy = "An error inside compiled code does that: the lines below show where it was called."
-    else:
-        remedy = "Another program has ended it: call again."
-    return f"was ended by {name}", remedy
 
 
 def _telling_lines(lines: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What travels between a process and its planner process: functions, results and exceptions, as bytes."""
+"""What travels between a process and others that work for it: functions, results and exceptions, as bytes; and how those end."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import itertools
 import linecache
 import os
 import pickle
+import signal
 import sys
 import traceback
 from collections import ChainMap
@@ -81,6 +82,28 @@ def unpack(payload: bytes, name: str) -> Any:
             f"The result of {name} came back from the planner process and cannot be unpickled here: {error}. "
             "Return numbers, text, arrays, or objects of modules that can be imported here."
         ) from error
+
+
+def cause_of_death(code: int, by_itself: tuple[str, str], *, memory: str, again: str) -> tuple[str, str]:
+    """What a process's exit code says, and what to do about it.
+
+    Args:
+        by_itself: what more there is to say of a process that ended itself, and the remedy.
+        memory, again: what to do when memory ran out, and when another program has ended it.
+    """
+    if code >= 0:
+        return f"ended with exit code {code}{by_itself[0]}", by_itself[1]
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    if name == "SIGKILL":
+        remedy = f"Linux ends processes so when memory runs out: {memory}."
+    elif name in ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"):
+        remedy = "An error inside compiled code does that: the lines below show where it was called."
+    else:
+        remedy = f"Another program has ended it: {again}."
+    return f"was ended by {name}", remedy
 
 
 def revive(payload: bytes) -> BaseException:
