@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import vramlab as vl
 from vramlab.devices import Stopwatch
 from vramlab.memory.recorder import record
+from vramlab.parallel.way import Way
 from vramlab.techniques import Precision
 from vramlab.techniques.choose import build_optimizer
 from vramlab.training import train_window
@@ -49,10 +50,10 @@ def measure(task: vl.Task, recipe: vl.Recipe, pairs: int) -> dict[str, Any]:
     torch.manual_seed(0)
     precision = Precision(recipe.precision)
     model = precision.prepare(task.model()).train()
-    optimizer = build_optimizer(model, recipe, 1e-3)
+    way, optimizer = Way(recipe, CPU), build_optimizer(model, recipe, 1e-3)
 
     def step() -> None:
-        train_window(task, recipe, model, optimizer, precision, CPU)
+        train_window(task, recipe, way, model, optimizer, precision)
 
     for _ in range(3):
         step()

@@ -16,6 +16,7 @@ from torch import nn
 
 import vramlab as vl
 from vramlab.devices import Stopwatch, choose_device
+from vramlab.parallel.way import Way
 from vramlab.techniques import Precision, step_in_backward
 from vramlab.techniques.choose import build_optimizer, changed_model
 from vramlab.training import train_window
@@ -48,7 +49,7 @@ class Steps:
 
     def __init__(self, task: vl.Task, recipe: vl.Recipe, device: torch.device, optimizer: Callable[[nn.Module], Any] | None = None) -> None:
         torch.manual_seed(0)
-        self.task, self.recipe, self.device = task, recipe, device
+        self.task, self.recipe, self.device, self.way = task, recipe, device, Way(recipe, device)
         self.precision = Precision(recipe.precision)
         self.model = self.precision.prepare(task.model()).to(device).train()
         self.optimizer = optimizer(self.model) if optimizer else build_optimizer(self.model, recipe, 1e-3)
@@ -57,7 +58,7 @@ class Steps:
 
     def __call__(self) -> float:
         with Stopwatch(self.device) as watch:
-            train_window(self.task, self.recipe, self.model, self.optimizer, self.precision, self.device)
+            train_window(self.task, self.recipe, self.way, self.model, self.optimizer, self.precision)
         return watch.seconds
 
 

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import vramlab as vl
+from vramlab.parallel.way import Way
 from vramlab.techniques import Precision, Window, accumulate
-from vramlab.training import build_optimizer, train, train_window
+from vramlab.techniques.choose import build_optimizer
+from vramlab.training import train, train_window
 
 CPU = torch.device("cpu")
 IGNORED = -100
@@ -233,7 +235,7 @@ def after_window(batches: list[Batch], accumulation: int, **options: object) -> 
     source = Batches(batches)
     model = precision.prepare(source.task.model())
     optimizer = build_optimizer(model, recipe, learning_rate=0.5)
-    window, stepped = train_window(source.task, recipe, model, optimizer, precision, CPU)
+    window, stepped = train_window(source.task, recipe, Way(recipe, CPU), model, optimizer, precision)
     assert source.left == []
     return model, window, stepped
 

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import vramlab as vl
 from vramlab.techniques import Adafactor, Precision, fp32_precision, step_in_backward
 from vramlab.techniques import precision as precision_module
-from vramlab.training import build_optimizer, train
+from vramlab.techniques.choose import build_optimizer
+from vramlab.training import train
 
 CPU = torch.device("cpu")
 MODES = ["fp32", "tf32", "amp-bf16", "amp-fp16", "bf16"]

@@ -26,7 +26,8 @@ import vramlab as vl
 from vramlab import training
 from vramlab.memory.trace import MemoryTrace
 from vramlab.techniques import Window
-from vramlab.training import StepReport, build_optimizer, check_arguments, checked_loss, deferred_interrupt, train
+from vramlab.techniques.choose import build_optimizer
+from vramlab.training import StepReport, check_arguments, checked_loss, deferred_interrupt, train
 
 CPU = torch.device("cpu")
 HOOKS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks, _global_forward_pre_hooks, _global_forward_hooks)
@@ -656,7 +657,7 @@ def test_an_error_in_a_second_thread_reaches_its_caller() -> None:
 def test_a_window_of_the_loop_is_the_technique() -> None:
     """What a user calls by hand is what train() calls."""
     assert inspect.getsource(train).count("train_window") == 1
-    assert "Window(recipe.accumulation)" in inspect.getsource(vl.training.train_window)
+    assert inspect.getsource(vl.training.train_window).count("way.window(") == 1
     assert vl.techniques.Window is Window
 
 

@@ -20,10 +20,12 @@ from torch import nn
 from vramlab.devices import PeakCounters, Stopwatch, building, choose_device, is_virtual_device
 from vramlab.memory.recorder import record
 from vramlab.memory.trace import DeviceCounters, MemoryTrace
+from vramlab.parallel.choose import choose_way
+from vramlab.parallel.way import Way
 from vramlab.recipe import Recipe
 from vramlab.tasks import Task
 from vramlab.techniques.accumulation import Window
-from vramlab.techniques.choose import around_forward, around_window, build_optimizer, changed_model
+from vramlab.techniques.choose import around_forward, around_window
 from vramlab.techniques.precision import Precision
 
 
@@ -82,12 +84,13 @@ def train(
     precision = Precision(recipe.precision, loss_scale=recipe.loss_scale)
     with building(device):
         model = precision.prepare(checked_model(task.model()))
-    model = model.to(device)
+    way = choose_way(recipe, device)
+    model = way.place(model)
     if not model.training:  # else norms that are frozen in eval mode stay so
         model.train()
-    optimizer = build_optimizer(model, recipe, learning_rate)
+    optimizer = way.optimizer(model, learning_rate)
 
-    with changed_model(model, recipe):
+    with way.changed(model):
         for step in itertools.count(1):
             recorded = record_every is not None and (step <= 2 or step % record_every == 0)
             with deferred_interrupt() as interrupted:
@@ -96,7 +99,7 @@ def train(
                     keep_trace(record(model, optimizer)) if recorded else nullcontext() as trace,
                     Stopwatch(device) as watch,
                 ):
-                    window, stepped = train_window(task, recipe, model, optimizer, precision, device)
+                    window, stepped = train_window(task, recipe, way, model, optimizer, precision)
                     # Reading the value waits for the device; on a virtual one there is none.
                     loss = math.nan if virtual else window.loss
             speed = None if recorded or virtual else window.count / watch.seconds
@@ -107,21 +110,28 @@ def train(
 
 
 def train_window(
-    task: Task, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision, device: torch.device
+    task: Task, recipe: Recipe, way: Way, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision
 ) -> tuple[Window, bool]:
     """One optimizer step over a window of micro-batches; returns the window and whether the parameters moved."""
-    window: Window[Any] = Window(recipe.accumulation)
-    window.open(model.parameters())
-    with around_window(recipe):
+    # As the variables of a loop do, these hold the last batch and loss through the optimizer's step.
+    batch = total = None
+
+    def batches() -> Iterator[Any]:
+        nonlocal batch
         for _ in range(recipe.accumulation):
-            batch = precision.inputs(task.batch(recipe.micro_batch, device))
-            with precision.autocast(device), around_forward(model, recipe):
-                total, count = checked_loss(
-                    task.loss(model, batch) if recipe.loss_chunks == 1 else task.loss(model, batch, recipe.loss_chunks)
-                )
-            precision.backward(window.share(total, count))
-        window.close(model.parameters())
-        stepped = precision.step(optimizer, recipe.clip_norm)
+            batch = precision.inputs(task.batch(recipe.micro_batch, way.device))
+            yield batch
+
+    def loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        nonlocal total
+        with precision.autocast(way.device), around_forward(model, recipe):
+            result = task.loss(model, batch) if recipe.loss_chunks == 1 else task.loss(model, batch, recipe.loss_chunks)
+            total, count = checked_loss(result)
+        return total, count
+
+    with around_window(recipe):
+        window = way.window(model, batches(), loss, precision)
+        stepped = way.step(precision, optimizer)
     optimizer.zero_grad()
     return window, stepped
 
@@ -211,7 +221,7 @@ def deferred_interrupt() -> Iterator[list[int]]:
 
 
 # What this version of train() does; the rest of Recipe's options is refused by name.
-CARRIED_OUT = {"parallel": ("none",)}
+CARRIED_OUT = {"parallel": ("none", "ddp")}
 
 
 def check_arguments(task: Task, recipe: Recipe, record_every: int | None = None) -> None:

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from vramlab.parallel.way import Way
 from vramlab.techniques.accumulation import Window
 from vramlab.techniques.in_backward import hooked_parameters
 
@@ -345,3 +346,15 @@ class RankWindow(Window[B]):
         self._total = sums[0]
         if self._items is None:
             self.count = int(sums[1])
+
+
+class DataParallel(Way):
+    """The whole model in every rank, each with its own micro-batches."""
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """The model in DDP's wrapper; its weights are those of rank 0."""
+        return ddp(super().place(model))
+
+    def new_window(self, model: nn.Module) -> Window[Any]:
+        """This rank's part of the window."""
+        return RankWindow(self.recipe.accumulation, batches=range(self.recipe.accumulation), model=model)

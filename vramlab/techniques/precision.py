@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from vramlab.tensors import map_tensors
@@ -114,19 +115,34 @@ class Precision:
 
     def backward(self, loss: torch.Tensor) -> None:
         """``loss.backward()``, in amp-fp16 multiplied by the loss scale so that small gradients do not become 0."""
+        with self._tf32(loss.device):
+            self.scaled(loss).backward()
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as `backward` takes it, for code that calls backward itself, such as a pipeline's schedule; counted as if it had."""
         scaler = self._scaler_on(loss.device)
         # Infinite or NaN if any of them is.
         self._loss = loss.detach().float() if self._loss is None else self._loss + loss.detach()
-        with self._tf32(loss.device):
-            (scaler.scale(loss) if scaler else loss).backward()
+        return scaler.scale(loss) if scaler else loss
 
-    def step(self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], clip_norm: float | None = None) -> bool:
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        clip_norm: float | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        copies: Collection[torch.Tensor] = (),
+    ) -> bool:
         """Unscale, clip the gradient's norm if asked to, and step, once a window.
 
         Args:
             optimizer: one, or all those of the window: the loss scale is brought up to date once for all. One that
                 finds an infinite gradient is skipped alone.
             clip_norm: of all gradients of one optimizer together.
+            group: ranks that hold different parameters of one model, such as the stages of a pipeline: the norm is that of all their
+                gradients, and an infinite one in any of them lets all skip the step. Gradients that are DTensors know their
+                ranks; their norm is taken as it is.
+            copies: parameters that another rank of the group holds too, and counts in the norm.
 
         Returns:
             False if any optimizer was skipped for an infinite gradient, or nothing went backward since the last step.
@@ -159,10 +175,12 @@ class Precision:
             )
         try:
             for each in ready:
-                if scaler and clip_norm is not None:
+                if scaler and (clip_norm is not None or group is not None):
                     scaler.unscale_(each)  # the norm of scaled gradients would be too large by the scale
+                if scaler and group is not None:
+                    _share_infinities(scaler, each, group)
                 if clip_norm is not None:
-                    nn.utils.clip_grad_norm_([p for group in each.param_groups for p in group["params"]], clip_norm)
+                    _clip([p for part in each.param_groups for p in part["params"]], clip_norm, group, copies)
                 if scaler:
                     scaler.step(each)
                 else:
@@ -235,6 +253,25 @@ def fp32_precision(precision: str) -> Iterator[None]:
         for setting, old in changed:
             inherited = setting is backends.cudnn and old == backends.fp32_precision
             setting.fp32_precision = "none" if inherited else old
+
+
+def _clip(parameters: Sequence[torch.Tensor], clip_norm: float, group: dist.ProcessGroup | None, copies: Collection[torch.Tensor]) -> None:
+    """Scale the gradients so that their norm, over all ranks of the group, is at most ``clip_norm``."""
+    if group is None or any(hasattr(p.grad, "placements") for p in parameters):  # DTensors; importing them to ask takes half a second
+        nn.utils.clip_grad_norm_(parameters, clip_norm)
+        return
+    known = {id(p) for p in copies}
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    mine = [p.grad for p in parameters if p.grad is not None and id(p) not in known]
+    square = nn.utils.get_total_norm(mine).to(gradients[0].device, torch.float64).square()
+    dist.all_reduce(square, group=group)
+    nn.utils.clip_grads_with_norm_(parameters, clip_norm, square.sqrt().float())
+
+
+def _share_infinities(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
+    """What one rank's gradients hold, all ranks know: else some would step and others not, and their loss scales part."""
+    for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,0 +1,79 @@
+"""How the ranks share one training step: what `train` asks of each way. The base class is one card that shares with nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vramlab.recipe import Recipe
+from vramlab.techniques.accumulation import Window
+from vramlab.techniques.choose import build_optimizer, changed_model
+from vramlab.techniques.precision import Precision
+
+Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
+
+
+class Way:
+    """One card: the whole model, all micro-batches.
+
+    A subclass changes what is different when the work is shared; the loop in `train` stays the same.
+
+    Args:
+        recipe: how memory is saved.
+        device: this rank's.
+    """
+
+    group: dist.ProcessGroup | None = None
+    """Ranks that hold different parameters: the gradient's norm and its infinities are combined over them."""
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        self.recipe, self.device = recipe, device
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Bring the model to this rank's device, in whatever form this rank holds it, and return that."""
+        return model.to(self.device)
+
+    def changed(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """While training goes on: the recipe's checkpoints are in the model."""
+        return changed_model(model, self.recipe)
+
+    def optimizer(self, model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+        """The recipe's optimizer over what `place` returned.
+
+        Raises:
+            ValueError: no parameter is trained.
+            ImportError: adamw-8bit without torchao.
+        """
+        return build_optimizer(model, self.recipe, learning_rate)
+
+    def window(self, model: nn.Module, batches: Iterator[Any], loss: Loss, precision: Precision) -> Window[Any]:
+        """Forward and backward of the window's micro-batches.
+
+        Args:
+            model: what `place` returned.
+            batches: one micro-batch each time it is asked, so that none is held before its turn.
+            loss: ``loss(model, batch)`` gives the summed loss and the number of items.
+            precision: whose ``backward`` is used.
+
+        Returns:
+            The window, with the mean loss and the number of items of all ranks; the gradients are those of that mean.
+        """
+        window = self.new_window(model)
+        window.open(model.parameters())
+        for _ in window:
+            precision.backward(window.share(*loss(model, next(batches))))
+        window.close(model.parameters())
+        return window
+
+    def new_window(self, model: nn.Module) -> Window[Any]:
+        """An empty window of the recipe's micro-batches."""
+        return Window(self.recipe.accumulation, batches=range(self.recipe.accumulation))
+
+    def step(self, precision: Precision, optimizer: torch.optim.Optimizer) -> bool:
+        """Clip and step; whether the parameters moved."""
+        return precision.step(optimizer, self.recipe.clip_norm, group=self.group)
