@@ -189,7 +189,9 @@ def check(allocator: CachingAllocator, live: dict[int, int]) -> None:
     assert all(held[handle] >= live[handle] for handle in held)
     assert len(allocator._live) == len(held)
     free = sorted((b.size, b.address) for b in mapped if b.free)
-    assert sorted([*allocator._free[True], *allocator._free[False]]) == free
+    assert sorted(entry for entries in allocator._free.values() for entry in entries) == free
+    for before, after in pairwise(found):
+        assert before.pool == after.pool or before.next is not after  # a segment serves one stream
     assert allocator.allocated <= allocator.peak_allocated
     assert allocator.reserved <= allocator.peak_reserved
 
@@ -207,7 +209,8 @@ def test_blocks_never_overlap_and_no_byte_is_lost(program: list[int], expandable
                 del live[handle]
         else:
             try:
-                allocator.malloc(step, n)
+                allocator.malloc(step, n, stream=n % 3)
+                assert allocator._live[step].pool[1] == n % 3 if n else step not in allocator._live
                 live[step] = n
             except OutOfMemoryError:
                 assert capacity is not None
@@ -221,6 +224,22 @@ def test_blocks_never_overlap_and_no_byte_is_lost(program: list[int], expandable
     allocator.release_cached()
     assert allocator.reserved == 0
     assert all(not b.mapped for b in blocks(allocator))
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("nbytes", [1000, 3 * MiB, 30 * MiB])
+def test_memory_of_a_stream_serves_no_other(nbytes: int, expandable: bool) -> None:
+    allocator = CachingAllocator(expandable_segments=expandable)
+    allocator.malloc("a", nbytes, stream=1)
+    taken = allocator.reserved
+    allocator.free("a")
+    allocator.malloc("b", nbytes, stream=1)
+    assert allocator.reserved == taken
+    allocator.malloc("c", nbytes)
+    assert allocator.reserved == 2 * taken
+    replayed = CachingAllocator(expandable_segments=expandable)
+    replayed.replay([("a", nbytes), ("a", -nbytes), ("b", nbytes), ("c", nbytes)], streams={"a": 1, "b": 1})
+    assert replayed.reserved == 2 * taken
 
 
 @settings(deadline=None)

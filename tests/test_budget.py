@@ -312,6 +312,11 @@ def test_a_size_that_is_none_is_refused(size: int | str, message: str) -> None:
         budget(size)
 
 
+def test_it_says_that_a_large_card_with_a_limit_is_no_small_card() -> None:
+    """pytorch issue 69688: libraries that choose an algorithm by free memory see the whole card."""
+    assert "may choose otherwise, and fail, on a truly small one (pytorch issue 69688)" in " ".join((vl.budget.__doc__ or "").split())
+
+
 def test_gb_and_gib_are_told_apart() -> None:
     assert (budget("24 GB").size, budget("24 GiB").size) == (24 * 10**9, 24 * GiB)
 

@@ -326,7 +326,15 @@ def test_a_cache_that_had_to_be_emptied_is_told() -> None:
 
 
 def test_a_run_that_failed_in_its_first_step_is_told_by_the_first_line_of_its_error() -> None:
-    failed = {"losses": [], "throughput": None, "peak": None, "steps": 0, "status": "OutOfMemoryError: T4\nmore", "breakdown": {}}
+    failed = {
+        "losses": [],
+        "throughput": None,
+        "peak": None,
+        "steps": 0,
+        "status": "OutOfMemoryError: T4\nmore",
+        "breakdown": {},
+        "ranks": [],
+    }
     text = answers.run_text(failed | {"unit": "tokens"}, "t")
     assert "no recorded step" in text
     assert "not computed" in text

@@ -21,7 +21,7 @@ from rows import TASK, batch, loss, model
 from torch import nn
 
 import vramlab as vl
-from vramlab import experiments, training
+from vramlab import experiments
 from vramlab.experiments import Comparison, Run, recipe_labels
 from vramlab.memory.trace import Category, DeviceCounters, Events, MemoryBreakdown, MemoryTrace, Phase
 from vramlab.training import StepReport
@@ -294,16 +294,15 @@ def test_steps_are_a_whole_number_of_at_least_1(steps: Any) -> None:
         run(steps=steps)
 
 
-def test_wrong_arguments_are_refused_before_anything_waits_or_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_arguments_are_refused_before_anything_waits_or_runs() -> None:
     with pytest.raises(TypeError, match="^Training needs a Task, got str 'gpt'"):
         vl.run("gpt")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="^Training needs a Recipe, got dict {}"):
         vl.run(TASK, {})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="^record_every is a whole number of at least 1, got 0"):
         run(record_every=0)
-    monkeypatch.setattr(training, "CARRIED_OUT", {"precision": ("fp32",)})
-    with pytest.raises(NotImplementedError, match=r"^train\(\) does not carry out precision='bf16' yet\."):
-        run(vl.Recipe(precision="bf16"))
+    with pytest.raises(ValueError, match="^loss_chunks=2 needs a Task with a chunked loss"):
+        run(vl.Recipe(loss_chunks=2))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
@@ -488,12 +487,11 @@ def test_any_other_error_ends_the_comparison() -> None:
     assert caught.value.run.recipe.micro_batch == 3  # type: ignore[attr-defined]
 
 
-def test_what_is_not_carried_out_is_refused_before_the_first_recipe_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "CARRIED_OUT", {"precision": ("fp32",)})
+def test_what_the_task_cannot_do_is_refused_before_the_first_recipe_runs() -> None:
     ran: list[int] = []
     task = vl.Task(lambda: ran.append(1) or model(), batch, loss)  # type: ignore[func-returns-value]
-    with pytest.raises(NotImplementedError, match="precision='bf16'"):
-        compare([TINY, vl.Recipe(precision="bf16")], task=task)
+    with pytest.raises(ValueError, match="^loss_chunks=2 needs"):
+        compare([TINY, vl.Recipe(loss_chunks=2)], task=task)
     assert ran == []
 
 

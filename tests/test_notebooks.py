@@ -5,7 +5,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 CHECKS = "vramlab.notebook.exercises"  # what exercises are checked with
 LIBRARIES = {"torch", "numpy", *sys.stdlib_module_names}
+MODELS = {"11_your_own_model": {"transformers", "peft", "torchvision"}}  # what a notebook may import besides
 # What fails when outputs are compared, or does not work in every front end.
 FORBIDDEN = re.compile(r"\bclear_output\b|\bOutput\(|\binteract\b|^\s*%%?time", re.MULTILINE)
 ABSOLUTE_PATH = re.compile(r"(?<![\w.~-])(?:/(?:work|root|home|tmp|usr|opt|mnt|Users)/\w|[A-Z]:\\+\w)")
@@ -53,21 +54,21 @@ def texts(value: object) -> Iterator[str]:
         yield from itertools.chain(*(texts(part) for name, part in value.items() if not name.startswith("image/")))
 
 
-def strangers(code: str) -> Iterator[str]:
-    """Imports and attributes that a reader of the course is not meant to need."""
-    names = set()
+def strangers(code: str, models: Set[str] = frozenset()) -> Iterator[str]:
+    """Imports and attributes that a reader of the course is not meant to need; ``models``: libraries that this notebook is about."""
+    names, libraries = set(), LIBRARIES | models
     tree = ast.parse(code)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name == "vramlab":
                     names.add(alias.asname or alias.name)
-                elif alias.name.split(".")[0] not in LIBRARIES:
+                elif alias.name.split(".")[0] not in libraries:
                     yield f"import {alias.name}"
         elif isinstance(node, ast.ImportFrom):
             if node.module == "vramlab":
                 yield from (f"from vramlab import {a.name}" for a in node.names if a.name not in vramlab.__all__)
-            elif node.module != CHECKS and (node.module or "").split(".")[0] not in LIBRARIES:
+            elif node.module != CHECKS and (node.module or "").split(".")[0] not in libraries:
                 yield f"from {node.module} import {', '.join(a.name for a in node.names)}"
     for node in ast.walk(tree):
         of_vramlab = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names
@@ -75,7 +76,7 @@ def strangers(code: str) -> Iterator[str]:
             yield f"{node.value.id}.{node.attr}"
 
 
-def rule_breaks(notebook: dict[str, Any]) -> list[str]:
+def rule_breaks(notebook: dict[str, Any], models: Set[str] = frozenset()) -> list[str]:
     """Every rule that a notebook breaks, as text; what each means stands beside it."""
     found = []
     code, metadata = cells(notebook, "code"), notebook["metadata"]
@@ -105,8 +106,44 @@ def rule_breaks(notebook: dict[str, Any]) -> list[str]:
             found.append(f"Cell {index} has 1 to {most} lines, got {lines}.")
         if word := FORBIDDEN.search(source(cell)):
             found.append(f"Cell {index} does not use {word[0].strip()}.")
-    unknown = strangers("\n".join(map(python, code)))
+    found += text_breaks(notebook)
+    unknown = strangers("\n".join(map(python, code)), models)
     return found + [f"Only vramlab's public names, torch, numpy and Python's library are used, got {name}." for name in unknown]
+
+
+def text_breaks(notebook: dict[str, Any]) -> list[str]:
+    """Rules of the prose: headings in order, pictures with a text for those who cannot see them, no cell without words."""
+    found, level = [], 0
+    for index, cell in enumerate(notebook["cells"]):
+        if cell["cell_type"] != "markdown":
+            continue
+        text = re.sub(r"```.*?```", "", source(cell), flags=re.DOTALL)
+        if not text.strip():
+            found.append(f"Cell {index} has text.")
+        for marks in re.findall(r"^(#+) ", text, flags=re.MULTILINE):
+            if len(marks) > level + 1 or (len(marks) == 1 and level):
+                found.append(
+                    f"Cell {index} has headings that go one deeper at a time, and there is one title, got {marks!r} after level {level}."
+                )
+            level = len(marks)
+        if re.search(r"!\[\s*\]\(", text) or re.search(r"<img(?![^>]*\balt=\"[^\"]+\")[^>]*>", text):
+            found.append(f"Cell {index} has a picture without alternative text.")
+    return found
+
+
+def links(notebook: dict[str, Any]) -> list[str]:
+    """Where the prose leads to, within the course."""
+    prose = "\n".join(source(cell) for cell in cells(notebook, "markdown"))
+    return [target for target in re.findall(r"\]\(([^)#\s]+)", prose) if "://" not in target]
+
+
+def compared(notebook: dict[str, Any]) -> int:
+    """How many cells' outputs nbval compares."""
+    return sum(bool(cell["outputs"]) and not {"nbval-ignore-output", "nbval-skip"} & set(tags(cell)) for cell in cells(notebook, "code"))
+
+
+def words(notebook: dict[str, Any]) -> int:
+    return sum(len(source(cell).split()) for cell in cells(notebook, "markdown"))
 
 
 def test_there_is_a_course() -> None:
@@ -121,12 +158,48 @@ def test_notebooks_are_numbered_without_gaps() -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_keeps_the_rules(path: Path) -> None:
-    assert rule_breaks(json.loads(path.read_text(encoding="utf-8"))) == []
+    assert rule_breaks(json.loads(path.read_text(encoding="utf-8")), MODELS.get(path.stem, frozenset())) == []
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_is_small(path: Path) -> None:
-    assert path.stat().st_size < 1_000_000
+    assert path.stat().st_size < 500_000
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_links_lead_somewhere_and_to_the_neighbours(path: Path) -> None:
+    found = links(json.loads(path.read_text(encoding="utf-8")))
+    assert [target for target in found if not (FOLDER / target).exists()] == []
+    place = NOTEBOOKS.index(path)
+    assert {n.name for n in NOTEBOOKS[max(place - 1, 0) : place + 2] if n != path} <= set(found)
+
+
+COMPARED = {"00": 4, "01": 11, "12": 30}
+"""How many outputs nbval compares at least; 10 in all others."""
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_outputs_are_really_compared(path: Path) -> None:
+    assert compared(json.loads(path.read_text(encoding="utf-8"))) >= COMPARED.get(path.name[:2], 10)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_neither_a_stub_nor_a_book(path: Path) -> None:
+    most = {"12": 5_000}.get(path.name[:2], 2_000)
+    assert 350 <= words(json.loads(path.read_text(encoding="utf-8"))) <= most
+
+
+@pytest.mark.parametrize("path", [p for p in NOTEBOOKS if "01" <= p.name[:2] <= "11"], ids=lambda path: path.stem)
+def test_a_notebook_of_the_course_has_the_parts_that_all_have(path: Path) -> None:
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    code, prose = ("\n".join(map(source, cells(notebook, kind))) for kind in ("code", "markdown"))
+    checked = re.findall(r"^check\(\"(\d\d\.\d)\"", code, flags=re.MULTILINE)
+    assert checked == [f"{path.name[:2]}.{n}" for n in (1, 2, 3)]
+    assert "vl.Lab(" in code
+    assert any(part in code for part in ("except ValueError", "except TypeError", "raises-exception"))
+    for part in ("guess first", "You know now", "References"):
+        assert part in prose
+    assert any("naked" in tags(cell) for cell in cells(notebook, "code")) or path.name[:2] in ("10", "11")
 
 
 def made_up(code: str = "import vramlab as vl", *, cell: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
@@ -135,6 +208,13 @@ def made_up(code: str = "import vramlab as vl", *, cell: dict[str, Any] | None =
     coded = {"cell_type": "code", "metadata": {}, "source": code.splitlines(keepends=True), "execution_count": 1, "outputs": []}
     metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}}
     return {"cells": [heading, coded | (cell or {})], "metadata": metadata} | changes
+
+
+def prose(text: str) -> dict[str, Any]:
+    """A notebook with this text in its first cell."""
+    notebook = made_up()
+    notebook["cells"][0]["source"] = text.splitlines(keepends=True)
+    return notebook
 
 
 ERROR = {"output_type": "error", "ename": "ValueError", "evalue": "", "traceback": []}
@@ -150,10 +230,17 @@ ERROR = {"output_type": "error", "ename": "ValueError", "evalue": "", "traceback
         made_up("x = 1\n" * 25, cell={"metadata": {"tags": ["naked"]}}),
         made_up(cell={"outputs": [ERROR], "metadata": {"tags": ["raises-exception"]}}),
         made_up("interactive = 'see https://example.org/home/page'"),
+        prose('# Title\n## Part\n### Piece\n## Part\n![the lab](x.png) <img alt="the lab" src="x.png">'),
     ],
 )
 def test_a_notebook_that_keeps_the_rules_passes(notebook: dict[str, Any]) -> None:
     assert rule_breaks(notebook) == []
+
+
+def test_a_library_of_models_is_only_for_the_notebook_about_it() -> None:
+    notebook = made_up("import torchvision\nfrom peft import LoraConfig")
+    assert rule_breaks(notebook, MODELS["11_your_own_model"]) == []
+    assert [message.rpartition("got ")[2] for message in rule_breaks(notebook)] == ["import torchvision.", "from peft import LoraConfig."]
 
 
 @pytest.mark.parametrize(
@@ -161,6 +248,10 @@ def test_a_notebook_that_keeps_the_rules_passes(notebook: dict[str, Any]) -> Non
     [
         (made_up(cells=made_up()["cells"][1:]), "The first cell is Markdown"),
         (made_up(metadata={}), "The kernel is python3"),
+        (prose("# Title\n### Deep"), "go one deeper at a time"),
+        (prose("# Title\n# Title"), "there is one title"),
+        (prose("# Title\n![ ](images/lab.png)"), "without alternative text"),
+        (prose("# Title\n<img src='images/lab.png'>"), "without alternative text"),
         (made_up(metadata=made_up()["metadata"] | {"widgets": {}}), "Widget state"),
         (made_up(cell={"execution_count": None}), r"got \[None\]"),
         (made_up(cell={"execution_count": 2}), r"got \[2\]"),

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import itertools
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 import pytest
 import torch
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from torch import nn
 
 import vramlab as vl
 from vramlab.experiments import Comparison, Run
+from vramlab.gpus import gpu
 from vramlab.memory.trace import Category, Events, MemoryBreakdown, MemoryTrace, Phase
 from vramlab.notebook import plots
-from vramlab.notebook.style import Picture
+from vramlab.notebook.style import Picture, painted
 from vramlab.training import StepReport
 
 TASK = vl.Task(lambda: nn.Linear(2, 2), lambda n, d: torch.randn(n, 2), lambda m, b: (m(b).sum(), len(b)), "rows", "rows task")
@@ -87,13 +92,27 @@ def test_each_kind_makes_a_picture_and_draws_into_given_axes(thing: Any) -> None
     assert ax.patches or ax.collections
 
 
-@pytest.mark.parametrize("thing", [None, 3, "run", [STEP], {"a": STEP}, nn.Linear(1, 1)])
+@pytest.mark.parametrize("thing", [None, 3, "run", {STEP}, nn.Linear(1, 1)])
 def test_anything_else_is_refused(thing: Any) -> None:
-    text = rf"^plot\(\) draws a MemoryTrace, MemoryBreakdown, Run, Comparison or Plan, got {type(thing).__name__}\.$"
+    text = rf"^plot\(\) draws a MemoryTrace, .* or those of several ranks, got {type(thing).__name__}\.$"
     with pytest.raises(TypeError, match=text):
         vl.plot(thing)
     with pytest.raises(TypeError, match=text):
         vl.plot(thing, ax=Figure().subplots())
+
+
+@pytest.mark.parametrize(
+    ("things", "error", "kinds"),
+    [
+        ([3, "x"], TypeError, "int, str"),
+        ({"a": STEP, "b": None}, TypeError, "MemoryTrace, NoneType"),
+        ([], ValueError, "none"),
+        ({}, ValueError, "none"),
+    ],
+)
+def test_ranks_that_are_none_are_refused(things: Any, error: type[Exception], kinds: str) -> None:
+    with pytest.raises(error, match=rf"^plot\(\) draws a bar for each trace, breakdown, plan or run .* got {kinds}\.$"):
+        vl.plot(things)
 
 
 def test_a_run_without_a_recorded_step_says_so() -> None:
@@ -109,6 +128,11 @@ def test_matplotlibs_settings_stay_as_they_were() -> None:
     with pytest.raises(TypeError):
         vl.plot(None)
     assert dict(mpl.rcParams) == before
+
+
+def test_axes_of_a_part_of_a_figure_can_be_drawn_into() -> None:
+    part, _ = Figure().subfigures(1, 2)
+    assert vl.plot(STEP, ax=part.subplots()).collections
 
 
 def test_given_axes_keep_the_callers_look() -> None:
@@ -218,8 +242,62 @@ def test_the_smallest_traces_can_be_drawn(nbytes: int) -> None:
     assert vl.plot(trace(*[])).png()
 
 
-def test_the_text_of_a_trace_is_its_peak() -> None:
-    assert repr(vl.plot(STEP)) == "Memory through one step: peak 12.00 MiB in backward."
+def test_the_text_of_a_trace_is_its_peak_and_the_alternative_text_says_more() -> None:
+    picture = vl.plot(STEP)
+    assert repr(picture) == "Memory through one step: peak 12.00 MiB in backward."
+    assert picture.alt == (f"{picture!r} Set by aten::mm. At the peak: parameters 3.00 MiB, gradients 3.00 MiB, activations 6.00 MiB.")
+
+
+def test_the_peaks_cause_is_written_below_its_value_as_far_as_there_is_room() -> None:
+    events = dataclasses.replace(STEP.events, operators=("aten::a_very_long_name_of_an_operator",), modules=("blocks.11.mlp.up",))
+    cause = "aten::a_very_long_name_of_an_operator in blocks.11.mlp.up"
+    wide = Figure((20, 4)).subplots()
+    vl.plot(MemoryTrace(events), ax=wide)
+    assert cause in [t.get_text() for t in wide.texts]
+    narrow = Figure((2, 2)).subplots()
+    vl.plot(MemoryTrace(events), ax=narrow)
+    (text,) = [t.get_text() for t in narrow.texts if "aten" in t.get_text()]
+    assert text.endswith("...")
+    assert cause.startswith(text[:-3])
+
+
+def lightness(color: str) -> float:
+    """L* of CIE 1976, 0 to 100: how light a colour is in grey."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
+    y = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return 116 * y ** (1 / 3) - 16 if y > 0.008856 else 903.3 * y
+
+
+def test_two_categories_differ_in_grey_by_lightness_or_by_pattern() -> None:
+    same = [
+        (one.label, other.label)
+        for one, other in itertools.combinations(Category, 2)
+        if painted(one)["hatch"] == painted(other)["hatch"] and abs(lightness(one.color) - lightness(other.color)) <= 10
+    ]
+    assert same == []
+
+
+def test_areas_bars_and_the_legend_of_a_category_look_the_same() -> None:
+    area = vl.plot(STEP).axes[0].collections[G]
+    (bar,) = [p for p in vl.plot(STEP.breakdown()).axes[0].patches if p.get_width() and to_hex(p.get_facecolor()) == G.color.lower()]
+    (entry,) = [p for p in vl.plot(STEP).legends[0].get_patches() if p.get_label() == G.label]
+    for found in (area, bar, entry):
+        assert found.get_hatch() == painted(G)["hatch"] == "////"
+
+
+def test_no_figure_is_left_over() -> None:
+    """pyplot, which would keep pictures, knows of none, and none lives on (user case NB-03)."""
+    import matplotlib.pyplot as plt
+
+    kept = []
+    for _ in range(21):  # pyplot warns at the 21st
+        picture = vl.plot(STEP)
+        picture.png(scale=0.25)
+        kept.append(weakref.ref(picture))
+        del picture
+    gc.collect()
+    assert plt.get_fignums() == []
+    assert [ref for ref in kept if ref() is not None] == []
 
 
 # Breakdowns, runs and comparisons.
@@ -271,7 +349,7 @@ def test_a_run_with_any_loss_and_speed_can_be_drawn(bad: float, first: bool) -> 
 
 def test_a_comparison_has_a_row_a_recipe() -> None:
     picture = vl.plot(COMPARISON)
-    memory, speed = picture.axes
+    memory, speed, *below = picture.axes
     assert [t.get_text() for t in memory.get_yticklabels()] == ["1  fp32, micro batch 4, adamw", "2  + sgd"]
     rows = bars(memory)
     assert [(color, row) for color, row, _, _ in rows] == [
@@ -286,6 +364,60 @@ def test_a_comparison_has_a_row_a_recipe() -> None:
     assert [bar.get_width() for bar in speed.patches] == [90, 0]
     assert speed.lines[0].get_xydata().tolist() == [[85, 0], [95, 0]]
     assert repr(picture) == "Peaks: fp32, micro batch 4, adamw 12.00 MiB, + sgd 1.00 MiB"
+    assert [ax.get_title(loc="left") for ax in below] == ["1  fp32, micro batch 4, adamw", "2  + sgd"]
+    assert below[0].get_ylim() == below[1].get_ylim()  # so heights can be compared
+    assert areas(below[1])[P.color.lower()].tolist() == [1]
+
+
+def test_a_comparison_shows_the_timelines_of_the_first_four_and_no_speeds_that_are_not_measured() -> None:
+    planned = [run(step(1, 0.0, None, STEP), recipe=RECIPE.with_(micro_batch=n)) for n in range(1, 7)]
+    picture = vl.plot(Comparison(planned))
+    assert len(picture.axes) == 1 + plots.SIDE_BY_SIDE
+    assert picture.png()
+
+
+def planned_run() -> Run:
+    return Run(TASK, RECIPE, gpu("RTX 3060"), [step(1, 0.0, None, trace((7 << 30, P, Phase.FORWARD)))], "finished")
+
+
+def test_where_the_card_ends_is_drawn_if_it_is_near() -> None:
+    end = gpu("RTX 3060").left_for_pytorch()
+    memory = vl.plot(Comparison([planned_run()])).axes[0]
+    assert memory.lines[0].get_xdata()[0] == pytest.approx(end / 2**30)
+    assert memory.get_xlim()[1] > end / 2**30
+    assert memory.texts[-1].get_text().startswith("RTX 3060: 11.")
+    far = Run(TASK, RECIPE, gpu("H200"), planned_run().reports, "finished")
+    assert not vl.plot(Comparison([far])).axes[0].lines
+
+
+# Ranks.
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [STEP, STEP.breakdown()],
+        (RUN, STEP),
+        {0: STEP, 1: RUN},
+        [planned_run(), planned_run()],
+    ],
+    ids=lambda ranks: type(ranks).__name__,
+)
+def test_ranks_get_a_bar_each_at_their_own_peak(ranks: Any) -> None:
+    picture = vl.plot(ranks)
+    (ax,) = picture.axes
+    expected = ["0", "1"] if isinstance(ranks, dict) else ["rank 0", "rank 1"]
+    assert [t.get_text() for t in ax.get_yticklabels()] == expected
+    items = list(ranks.values()) if isinstance(ranks, dict) else ranks
+    totals = [plots._breakdown_of(item).total for item in items]
+    unit = 2**30 if totals[0] >= 2**30 else 2**20
+    widths = {row: sum(width for _, r, _, width in bars(ax) if r == row) for row in (0, 1)}
+    assert [widths[row] * unit for row in (0, 1)] == pytest.approx(totals)
+    assert repr(picture).startswith(f"Peaks: {expected[0]} ")
+    assert len(ax.lines) == isinstance(items[0], Run) * (ranks[0] is not RUN if not isinstance(ranks, dict) else 0)
+    given = Figure().subplots()
+    assert vl.plot(ranks, ax=given) is given
+    assert picture.png()
 
 
 def test_runs_of_one_recipe_and_failures_get_rows_of_their_own() -> None:

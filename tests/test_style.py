@@ -14,6 +14,7 @@ from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from PIL import Image
 
+from vramlab.memory.trace import Category
 from vramlab.notebook.style import RC, Picture, byte_unit
 
 
@@ -37,6 +38,19 @@ def test_the_png_has_twice_the_pixels_it_is_shown_with(fixed: bool) -> None:
     assert size_of(picture.png()) == (800, 500)
     assert size_of(picture.png(scale=1)) == (400, 250)
     assert picture.dpi == 100
+
+
+def test_a_png_keeps_its_colours_and_is_small() -> None:
+    picture = Picture(4, 2)
+    (ax,) = picture.axes_row(1)
+    colors = [category.color for category in Category]
+    ax.bar(range(len(colors)), [1] * len(colors), color=colors)
+    png = picture.png()
+    shown = {pixel for _, pixel in Image.open(io.BytesIO(png)).convert("RGB").getcolors(10**6)}
+    for color in colors:
+        wanted = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+        assert min(max(abs(a - b) for a, b in zip(pixel, wanted, strict=True)) for pixel in shown) <= 6, color
+    assert len(png) < 20_000
 
 
 def test_the_notebook_gets_the_picture_its_size_and_its_text() -> None:

@@ -23,11 +23,10 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import vramlab as vl
-from vramlab import training
 from vramlab.memory.trace import MemoryTrace
 from vramlab.techniques import Window
 from vramlab.techniques.choose import build_optimizer
-from vramlab.training import StepReport, check_arguments, checked_loss, deferred_interrupt, train
+from vramlab.training import StepReport, checked_loss, deferred_interrupt, train
 
 CPU = torch.device("cpu")
 HOOKS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks, _global_forward_pre_hooks, _global_forward_hooks)
@@ -214,20 +213,6 @@ def test_clipping_bounds_the_step() -> None:
 
 
 # What is refused, before anything is built.
-
-
-def test_what_is_not_carried_out_is_refused_by_name_and_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "CARRIED_OUT", {"precision": ("fp32", "bf16"), "optimizer": ("adamw",), "attention": ("sdpa",)})
-    built: list[int] = []
-    task = vl.Task(lambda: built.append(1) or model(), batch, loss)  # type: ignore[func-returns-value]
-    right = (
-        "train() does not carry out precision='amp-bf16', attention='math' yet. "
-        "What it does: precision: 'fp32', 'bf16'; optimizer: 'adamw'; attention: 'sdpa'."
-    )
-    with pytest.raises(NotImplementedError, match=f"^{re.escape(right)}$"):
-        next(train(task, vl.Recipe(precision="amp-bf16", attention="math"), "cpu"))
-    assert built == []
-    check_arguments(task, vl.Recipe(precision="bf16"))
 
 
 def test_a_recipe_or_task_of_another_type_is_refused() -> None:

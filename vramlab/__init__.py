@@ -68,5 +68,10 @@ def __getattr__(name: str) -> Any:
     return home if _HOME[name] == f"vramlab.{name}" else getattr(home, name)
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """``%load_ext vramlab``: the magics ``%%vram`` and ``%vram``."""
+    importlib.import_module("vramlab.notebook.magics").load(shell)
+
+
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]

@@ -62,6 +62,7 @@ SCHEMAS: dict[str, dict[str, tuple[str, str]]] = {
         "steps": ("number", "optimizer steps done"),
         "peak": ("bytes or null", "peak allocated; null without a recorded step"),
         "breakdown": ("object", _CATEGORIES),
+        "ranks": ("list", "of objects, one a rank: peak and breakdown; empty for one process"),
         "throughput": ("number or null", "items per second, the median; null if not measured"),
         "throughput_range": ("list or null", "lower and upper quartile"),
         "losses": ("list", "the mean loss of each step; null where none was computed"),
@@ -128,6 +129,7 @@ def run_answer(model: str, run: Run, report: OutOfMemoryReport | None = None) ->
         "steps": len(run.reports),
         "peak": run.peak,
         "breakdown": dict(run.breakdown.items()),
+        "ranks": [{"peak": rank.peak, "breakdown": dict(rank.breakdown.items())} for rank in run.ranks],
         "throughput": run.throughput,
         "throughput_range": run.throughput_range and list(run.throughput_range),
         "losses": [loss if math.isfinite(loss) else None for loss in run.losses],  # JSON has no NaN
@@ -207,6 +209,8 @@ def run_text(answer: Mapping[str, Any], title: str) -> str:
         "loss": f"{losses[0]:.3f} to {losses[-1]:.3f}" if losses else "not computed",
         "steps": f"{answer['steps']}, {answer['status'].partition(chr(10))[0]}",
     }
+    if answer["ranks"]:
+        figures["ranks"] = ", ".join(f"{number}: {format_bytes(rank['peak'] or 0)}" for number, rank in enumerate(answer["ranks"]))
     table = "\n".join(wrapped(f"{name:12}{value}", 12) for name, value in figures.items())
     return "\n\n".join([wrapped(title), table, _bars("in storages at the peak", answer["breakdown"])])
 
@@ -242,7 +246,7 @@ def _change(change: Mapping[str, Any]) -> str:
 def _bars(title: str, breakdown: Mapping[str, int]) -> str:
     """Bytes by category, with bars of up to 40 characters."""
     largest = max([1, *breakdown.values()])
-    rows = [f"  {label:18}{format_bytes(n):>12}  {'#' * max(1, round(40 * n / largest))}" for label, n in breakdown.items() if n]
+    rows = [f"  {label:20}{format_bytes(n):>11}  {'#' * max(1, round(40 * n / largest))}" for label, n in breakdown.items() if n]
     return "\n".join([title, *rows])
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tqdm.auto import tqdm
 
 from vramlab.devices import choose_device, explain_out_of_memory
@@ -25,6 +26,7 @@ from vramlab.gpus import GPU, gpu
 from vramlab.memory.free import forget_backward, release
 from vramlab.memory.report import OutOfMemoryReport
 from vramlab.memory.trace import NO_EVENTS, MemoryBreakdown, MemoryTrace
+from vramlab.parallel.launch import launch
 from vramlab.planning import Plan, named, plan, single_changes
 from vramlab.recipe import Recipe
 from vramlab.tasks import Task
@@ -54,6 +56,8 @@ class Run:
     """running, finished, stopped, interrupted, or the error that ended it."""
     failed_trace: MemoryTrace | None = None
     """The trace of the step that failed, up to the failure, if it was a recorded one."""
+    ranks: list[Run] = field(default_factory=list)
+    """What each rank measured of its own memory, if there were several; losses and speeds are those of all together."""
     _highest: tuple[int, MemoryTrace | None] = field(default=(0, None), init=False, repr=False, compare=False)
     """How many reports were searched for the highest peak, and what was found."""
 
@@ -64,7 +68,9 @@ class Run:
 
     @property
     def trace(self) -> MemoryTrace | None:
-        """The recorded step with the highest peak, the latest of equal ones."""
+        """The recorded step with the highest peak, the latest of equal ones; of several ranks, that of the fullest."""
+        if self.ranks:
+            return max((rank.trace for rank in self.ranks if rank.trace is not None), key=_peak, default=None)
         seen, highest = self._highest  # a long run has many traces, and this is asked for after each step
         new = self.reports[seen:]
         for memory in (r.memory for r in new):
@@ -79,8 +85,10 @@ class Run:
         """Peak allocated bytes. None before the first step.
 
         On CUDA the allocator's own counter over the steps that were not recorded (of a run of 1 or 2 steps, over those
-        that were); elsewhere the bytes of all storages in the recorded steps.
+        that were); elsewhere the bytes of all storages in the recorded steps. Of several ranks, that of the fullest.
         """
+        if self.ranks:
+            return max((rank.peak for rank in self.ranks if rank.peak is not None), default=None)
         counted = [r.counters.allocated for r in self.reports if r.counters is not None]
         return max(counted) if counted else _peak(self.trace) if self.trace is not None else None
 
@@ -131,6 +139,7 @@ class Run:
         return {
             "peak": f"{format_bytes(self.peak)} allocated" if self.peak is not None else "no recorded step",
             **planned,
+            **({"ranks": ", ".join(format_bytes(rank.peak or 0) for rank in self.ranks)} if self.ranks else {}),
             "throughput": f"{speed:,.0f} {self.task.unit}/s ({spread[0]:,.0f} to {spread[1]:,.0f})" if speed and spread else "not measured",
             "loss": "not computed" if isinstance(self.device, GPU) else _first_to_last(self.losses),
             "steps": f"{len(self.reports)}, {self.status}",
@@ -216,9 +225,12 @@ def run(
         task, recipe, record_every: see `vramlab.training.train`.
         device: see `vramlab.devices.choose_device`; or a card such as ``"RTX 4090"``, which is a virtual one then.
         steps: optimizer steps, at least 3 for a throughput.
-        seed: of parameters, data and dropout.
+        seed: of parameters, data and dropout; of several ranks, each has its number added for its data.
         progress: show a bar.
-        on_step: called after each step with the run so far; returning True stops it.
+        on_step: called after each step with the run so far; returning True stops it. Not with several ranks.
+
+    With ``recipe.ranks`` above 1 the ranks are started here, unless this is one of them (see `vramlab.parallel.launch`); each
+    takes micro-batches of its own, and the ``ranks`` of the run hold what each measured.
 
     Returns:
         The `Run`. Ctrl-C ends it after the step it falls into and returns what was measured until then.
@@ -233,15 +245,48 @@ def run(
     check_arguments(task, recipe, record_every)
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps is a whole number of at least 1, got {steps!r}; let on_step return True to stop earlier.")
+    if recipe.ranks > 1 and not dist.is_initialized():
+        return _run_ranks(task, recipe, steps, device, seed, record_every, on_step)
     # A run inside a run (from on_step, say) would wait for itself.
     if not _alone.acquire(timeout=0 if _running_in == threading.get_ident() else PATIENCE):
         raise RuntimeError("One run at a time: another one is going on in this process (in a Lab, say). Stop it first.")
     try:
         _running_in = threading.get_ident()
+        if recipe.ranks > 1:
+            seed += dist.get_rank()  # data and dropout are each rank's own; the model is made from rank 0's numbers
         return _run_alone(task, recipe, steps, _choose(device), seed, record_every, progress, on_step)
     finally:
         _running_in = None
         _alone.release()
+
+
+def _run_ranks(
+    task: Task,
+    recipe: Recipe,
+    steps: int,
+    device: torch.device | GPU | str,
+    seed: int,
+    record_every: int,
+    on_step: Callable[[Run], bool | None] | None,
+) -> Run:
+    """The same run in ``recipe.ranks`` processes."""
+    if on_step is not None:
+        raise ValueError("on_step is called in this process, and several ranks train in theirs; call run() inside vl.parallel.launch().")
+    place = _choose(device) if not isinstance(device, str) or device != "auto" else "auto"
+    if isinstance(place, GPU):
+        raise ValueError(f"{recipe.ranks} virtual cards train nothing; vl.plan(task, recipe, {place.name!r}) says what each needs.")
+    if isinstance(place, torch.device) and place.index is not None:
+        raise ValueError(f"Each rank takes a card of its own, got device={str(place)!r} for {recipe.ranks} ranks; write device='cuda'.")
+    kind = place if isinstance(place, str) else place.type
+    runs = launch(_one_rank, task, recipe, steps, seed, record_every, ranks=recipe.ranks, device=kind, seed=seed, timeout=None)
+    ranks = [Run(task, recipe, found, reports, status) for found, reports, status in runs]
+    return Run(task, recipe, ranks[0].device, ranks[0].reports, ranks[0].status, ranks=ranks)
+
+
+def _one_rank(task: Task, recipe: Recipe, steps: int, seed: int, record_every: int) -> tuple[torch.device | GPU, list[StepReport], str]:
+    """In a rank: what can leave it."""
+    done = run(task, recipe, steps=steps, seed=seed, record_every=record_every, progress=False)
+    return done.device, done.reports, done.status
 
 
 def _run_alone(
@@ -383,7 +428,6 @@ def compare(
     Raises:
         TypeError: one recipe and not a list of them.
         ValueError: no recipe.
-        NotImplementedError: options of some recipe that are not carried out yet, before any has run.
     """
     if isinstance(recipes, Recipe):
         raise TypeError("compare() takes several recipes, got one alone; write compare(task, [recipe, recipe.with_(...)]).")

@@ -28,6 +28,8 @@ class Conflict:
     rule: str
     value: str
     remedy: str
+    changes: tuple[tuple[str, object], ...] = ()
+    """The remedy for programs: ``(option, value)``, each of which alone is a way out; empty where it takes several at once."""
 
     def __str__(self) -> str:
         return f"{self.rule} Got {self.value}. {self.remedy}"
@@ -137,60 +139,132 @@ def conflicts(**options: object) -> list[Conflict]:
     value: dict[str, Any] = {f.name: f.default for f in fields(Recipe)} | options
     found = []
 
-    def refuse(broken: bool, names: str, rule: str, remedy: str) -> None:
+    def refuse(broken: bool, names: str, rule: str, remedy: str, *changes: tuple[str, object]) -> None:
         if broken:
             listed = tuple(names.split())
-            found.append(Conflict(listed, rule, ", ".join(f"{n}={value[n]!r}" for n in listed), remedy))
+            found.append(Conflict(listed, rule, ", ".join(f"{n}={value[n]!r}" for n in listed), remedy, changes))
 
     in_backward, parallel = value["optimizer_in_backward"], value["parallel"]
+    after_backward = ("optimizer_in_backward", False)
     pipelined = parallel in ("pipeline", "hybrid")
     refuse(
         in_backward and value["accumulation"] > 1,
         "optimizer_in_backward accumulation",
         "A step in backward uses each gradient at once, so there is nothing to accumulate.",
         "Set accumulation=1, or optimizer_in_backward=False.",
+        ("accumulation", 1),
+        after_backward,
     )
     refuse(
         in_backward and value["clip_norm"] is not None,
         "optimizer_in_backward clip_norm",
         "The global norm is known only when all gradients are, and in backward they are gone by then.",
         "Set clip_norm=None, or optimizer_in_backward=False.",
+        ("clip_norm", None),
+        after_backward,
     )
     refuse(
         in_backward and value["precision"] == "amp-fp16",
         "optimizer_in_backward precision",
         "The loss scaler must see all gradients before it lets a step happen.",
         "Set precision='amp-bf16', or optimizer_in_backward=False.",
+        ("precision", "amp-bf16"),
+        after_backward,
     )
     refuse(
-        in_backward and parallel == "ddp",
+        in_backward and parallel in ("ddp", "zero1"),
         "optimizer_in_backward parallel ranks",
         "A step in backward would use gradients that are not averaged over the ranks yet.",
         "Set parallel='fsdp', or optimizer_in_backward=False.",
+        ("parallel", "fsdp"),
+        after_backward,
     )
     refuse(
         value["checkpointing"] == "selective" and value["offload"] == "activations",
         "checkpointing offload",
         "Selective checkpointing keeps results where offloading does not see them.",
         "Set checkpointing='blocks', or offload='none'.",
+        ("checkpointing", "blocks"),
+        ("offload", "none"),
     )
     refuse(
         value["optimizer"] == "adafactor" and value["optimizer_impl"] == "fused",
         "optimizer optimizer_impl",
         "The factored optimizer has no fused kernel.",
         "Set optimizer_impl='foreach' or 'loop'.",
+        ("optimizer_impl", "foreach"),
+        ("optimizer_impl", "loop"),
     )
     refuse(
         value["optimizer"] == "adamw-8bit" and value["optimizer_impl"] != "foreach",
         "optimizer optimizer_impl",
         "The 8-bit optimizer has one implementation, its own.",
         "Leave optimizer_impl='foreach'.",
+        ("optimizer_impl", "foreach"),
     )
     refuse(
         value["optimizer"] == "adamw-8bit" and value["offload"] == "optimizer",
         "optimizer offload",
         "An offloaded optimizer runs on the CPU, and the 8-bit one is made for the card.",
         "Set optimizer='adamw', or offload='none'.",
+        ("optimizer", "adamw"),
+        ("offload", "none"),
+    )
+    refuse(
+        in_backward and pipelined,
+        "optimizer_in_backward parallel ranks stages",
+        "A pipeline's gradients add up over its micro-batches and its stages, and a step in backward uses each at once.",
+        "Set optimizer_in_backward=False.",
+        after_backward,
+    )
+    refuse(
+        pipelined and value["schedule"] == "1f1b" and value["accumulation"] < value["stages"],
+        "parallel ranks stages schedule accumulation",
+        "1F1B begins with a micro-batch in every stage, so it needs as many as there are stages.",
+        f"Set accumulation={value['stages']} or more, or schedule='gpipe'.",
+        ("accumulation", value["stages"]),
+        ("schedule", "gpipe"),
+    )
+    shards = parallel in ("zero2", "fsdp")
+    refuse(
+        shards and value["optimizer"] == "adafactor",
+        "optimizer parallel ranks",
+        "The factored optimizer takes means over whole rows and columns, and a shard has a part of them.",
+        "Set parallel='zero1', or optimizer='adamw'.",
+        ("parallel", "zero1"),
+        ("optimizer", "adamw"),
+    )
+    refuse(
+        shards and value["optimizer"] == "adamw-8bit",
+        "optimizer parallel ranks",
+        "The 8-bit optimizer's scales are of 256 numbers in a row, and a shard's are others than the whole's.",
+        "Set parallel='zero1', or optimizer='adamw'.",
+        ("parallel", "zero1"),
+        ("optimizer", "adamw"),
+    )
+    refuse(
+        shards and value["offload"] == "activations",
+        "offload parallel ranks",
+        "Gathered weights would be moved to host memory with the activations.",
+        "Set offload='none', or parallel='ddp'.",
+        ("offload", "none"),
+        ("parallel", "ddp"),
+    )
+    refuse(
+        shards and value["offload"] == "optimizer" and value["precision"] == "bf16",
+        "offload precision parallel ranks",
+        "Offloaded shards have no fp32 original, as the offloaded optimizer of one card has.",
+        "Set precision='amp-bf16', or offload='none'.",
+        ("precision", "amp-bf16"),
+        ("offload", "none"),
+    )
+    refuse(
+        shards and value["offload"] == "optimizer" and in_backward,
+        "offload optimizer_in_backward parallel ranks",
+        "Gradients are copied to host memory while the step in backward already reads them there.",
+        "Set offload='none', or optimizer_in_backward=False.",
+        ("offload", "none"),
+        after_backward,
     )
     refuse(
         (parallel == "none") != (value["ranks"] == 1),

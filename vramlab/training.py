@@ -74,7 +74,7 @@ def train(
         A `StepReport` an optimizer step. If a step fails, the exception carries the trace so far as ``trace``.
 
     Raises:
-        NotImplementedError: options of the recipe that are not carried out yet, by name.
+        RuntimeError: several ranks, and no process group of that many.
         TypeError, ValueError: a Task whose loss is not a scalar sum with a graph and a count, a model without parameters,
             ``record_every`` below 1.
     """
@@ -82,9 +82,10 @@ def train(
     device = choose_device(device)
     virtual = is_virtual_device(device)
     precision = Precision(recipe.precision, loss_scale=recipe.loss_scale)
-    with building(device):
-        model = precision.prepare(checked_model(task.model()))
     way = choose_way(recipe, device)
+    way.sees(task, precision)
+    with way.building(), building(device):
+        model = precision.prepare(checked_model(task.model()))
     model = way.place(model)
     if not model.training:  # else norms that are frozen in eval mode stay so
         model.train()
@@ -220,17 +221,12 @@ def deferred_interrupt() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, previous)
 
 
-# What this version of train() does; the rest of Recipe's options is refused by name.
-CARRIED_OUT = {"parallel": ("none", "ddp")}
-
-
 def check_arguments(task: Task, recipe: Recipe, record_every: int | None = None) -> None:
     """Refuse before anything is built what cannot be trained.
 
     Raises:
         TypeError: not a Task, not a Recipe.
         ValueError: ``record_every`` below 1, a chunked loss for a task without one.
-        NotImplementedError: options that are not carried out yet, all of them by name.
     """
     if not isinstance(task, Task):
         raise TypeError(f"Training needs a Task, got {_short(task)}; take for example vl.tasks.gpt('nano').")
@@ -243,10 +239,6 @@ def check_arguments(task: Task, recipe: Recipe, record_every: int | None = None)
             f"loss_chunks={recipe.loss_chunks} needs a Task with a chunked loss, and {task.name!r} has none; set loss_chunks=1, "
             "or give Task(..., loss=lambda model, batch, chunks=1: ..., chunked=True) with vl.techniques.chunked_cross_entropy."
         )
-    missing = [f"{name}={getattr(recipe, name)!r}" for name, done in CARRIED_OUT.items() if getattr(recipe, name) not in done]
-    if missing:
-        known = "; ".join(f"{name}: {', '.join(map(repr, done))}" for name, done in CARRIED_OUT.items())
-        raise NotImplementedError(f"train() does not carry out {', '.join(missing)} yet. What it does: {known}.")
 
 
 def _short(value: object) -> str:

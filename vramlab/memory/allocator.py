@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Hashable, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Mapping
 
 from vramlab.units import MiB, format_bytes, round_up
 
@@ -32,34 +33,39 @@ class OutOfMemoryError(MemoryError):
         )
 
 
+Pool = tuple[bool, int]
+"""Whether it serves small requests, and for which stream."""
+
+
 class Block:
     """A piece of a segment: handed out, free, or (with expandable segments) an address range without memory."""
 
-    __slots__ = ("address", "free", "mapped", "next", "previous", "size", "small")
+    __slots__ = ("address", "free", "mapped", "next", "pool", "previous", "size")
 
-    def __init__(self, address: int, size: int, small: bool, mapped: bool = True) -> None:
-        self.address, self.size, self.small, self.mapped = address, size, small, mapped
+    def __init__(self, address: int, size: int, pool: Pool, mapped: bool = True) -> None:
+        self.address, self.size, self.pool, self.mapped = address, size, pool, mapped
         self.free = True
         self.previous: Block | None = None
         self.next: Block | None = None
 
 
 class CachingAllocator:
-    """PyTorch's CUDA caching allocator with default options and one stream.
+    """PyTorch's CUDA caching allocator with default options.
 
     Args:
         capacity: bytes that may be taken from the driver; None for no limit.
         expandable_segments: as ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
 
     ``allocated`` are bytes in blocks that are handed out (a block may be larger than its request), ``reserved`` bytes
-    taken from the driver; ``peak_allocated`` and ``peak_reserved`` their highest values.
+    taken from the driver; ``peak_allocated`` and ``peak_reserved`` their highest values. Each stream has memory of its own: what was
+    allocated on one and released is used again on that one only.
 
     Raises:
         ValueError: a capacity that is not positive.
 
     Reference: ``c10/cuda/CUDACachingAllocator.cpp``: ``malloc``, ``get_free_block``, ``should_split``,
     ``try_merge_blocks``, ``release_cached_blocks``, ``find_expandable_block``, ``map_block``, ``unmap_block``. Not
-    modelled: other streams, private pools, rounding to powers of two, ``max_split_size``, garbage collection.
+    modelled: ``record_stream``, private pools, rounding to powers of two, ``max_split_size``, garbage collection.
     """
 
     def __init__(self, capacity: int | None = None, expandable_segments: bool = False) -> None:
@@ -70,12 +76,12 @@ class CachingAllocator:
         self._live: dict[Hashable, Block] = {}
         self._replayed: dict[Hashable, int] = {}  # bytes of each handle that a replay knows
         self._blocks: dict[int, Block] = {}  # by address
-        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # by pool: sorted (size, address)
-        self._unmapped: dict[bool, list[int]] = {True: [], False: []}  # by pool: sorted addresses
+        self._free: defaultdict[Pool, list[tuple[int, int]]] = defaultdict(list)  # sorted (size, address)
+        self._unmapped: defaultdict[Pool, list[int]] = defaultdict(list)  # sorted addresses
         self._next_address = 1 << 40
 
-    def malloc(self, handle: Hashable, nbytes: int) -> None:
-        """Hand out a block; 0 bytes need none.
+    def malloc(self, handle: Hashable, nbytes: int, stream: int = 0) -> None:
+        """Hand out a block of a stream's memory; 0 bytes need none.
 
         Raises:
             ValueError: a negative size, or a handle that has a block already.
@@ -88,12 +94,12 @@ class CachingAllocator:
         if nbytes == 0:
             return
         size = round_up(nbytes, BLOCK)
-        small = size <= SMALL
-        block = self._best_fit(size, small) or self._from_driver(size, small)
+        pool = size <= SMALL, stream
+        block = self._best_fit(size, pool) or self._from_driver(size, pool)
         if block is None:
             self.release_cached()
             self.retries += 1
-            block = self._from_driver(size, small)
+            block = self._from_driver(size, pool)
         if block is None:
             raise OutOfMemoryError(nbytes, _segment_size(size), self)
         self._split(block, size)
@@ -114,17 +120,20 @@ class CachingAllocator:
         if old in self._live:
             self._live[new] = self._live.pop(old)
 
-    def replay(self, events: Iterable[tuple[Hashable, int]], moves: Collection[int] = ()) -> None:
+    def replay(
+        self, events: Iterable[tuple[Hashable, int]], moves: Collection[int] = (), streams: Mapping[Hashable, int] | None = None
+    ) -> None:
         """Hand out and take back the memory of a trace, or of the next part of one.
 
         Args:
             events: a handle and its bytes, negative where they are released; a handle with bytes that gets more is resized.
             moves: the numbers of the events whose handle takes over the block that the event before it has released.
+            streams: of handles whose memory is not that of stream 0.
 
         Raises:
             OutOfMemoryError: no room.
         """
-        held = self._replayed
+        held, streams = self._replayed, streams or {}
         waiting: Hashable = None
         for i, (handle, nbytes) in enumerate(events):
             before = held.pop(handle, 0)
@@ -135,7 +144,7 @@ class CachingAllocator:
                 continue
             else:
                 self.free(handle)
-                self.malloc(handle, before + nbytes)
+                self.malloc(handle, before + nbytes, streams.get(handle, 0))
             held[handle] = before + nbytes
 
     def reset_peaks(self) -> None:
@@ -144,20 +153,20 @@ class CachingAllocator:
 
     def release_cached(self) -> None:
         """Give back to the driver what is wholly free: segments, or pages of expandable ones (``empty_cache``)."""
-        for small, pool in self._free.items():
-            for _, address in list(pool):
+        for (small, _), free in list(self._free.items()):
+            for _, address in list(free):
                 block = self._blocks[address]
                 if self.expandable:
                     self._unmap(block, _page(small))
                 elif block.previous is None and block.next is None:
-                    pool.remove((block.size, address))
+                    free.remove((block.size, address))
                     del self._blocks[address]
                     self.reserved -= block.size
 
     @property
     def largest_hole(self) -> int:
         """Bytes of the largest free block."""
-        return max((pool[-1][0] for pool in self._free.values() if pool), default=0)
+        return max((free[-1][0] for free in self._free.values() if free), default=0)
 
     @property
     def segments(self) -> list[int]:
@@ -174,16 +183,16 @@ class CachingAllocator:
 
     # Finding a block
 
-    def _best_fit(self, size: int, small: bool) -> Block | None:
+    def _best_fit(self, size: int, pool: Pool) -> Block | None:
         """The smallest free block that is large enough, of equal ones that with the lowest address."""
-        pool = self._free[small]
-        i = bisect_left(pool, (size, 0))
-        if i == len(pool):
+        free = self._free[pool]
+        i = bisect_left(free, (size, 0))
+        if i == len(free):
             return None
         if self.expandable:  # rather one that cannot grow much: the end of the segment stays free for large requests
-            while i + 1 < len(pool) and self._growable(pool[i + 1]) < self._growable(pool[i]):
+            while i + 1 < len(free) and self._growable(free[i + 1]) < self._growable(free[i]):
                 i += 1
-        _, address = pool.pop(i)
+        _, address = free.pop(i)
         return self._blocks[address]
 
     def _growable(self, entry: tuple[int, int]) -> int:
@@ -191,14 +200,14 @@ class CachingAllocator:
         after = self._blocks[address].next
         return size + (after.size if after is not None and not after.mapped else 0)
 
-    def _from_driver(self, size: int, small: bool) -> Block | None:
+    def _from_driver(self, size: int, pool: Pool) -> Block | None:
         """Memory for a request from the driver; None if the capacity does not allow it."""
         if self.expandable:
-            return self._expand(size, small)
+            return self._expand(size, pool)
         segment = _segment_size(size)
         if not self._reserve(segment):
             return None
-        return self._segment(segment, small)
+        return self._segment(segment, pool)
 
     def _reserve(self, nbytes: int) -> bool:
         if self.capacity is not None and self.reserved + nbytes > self.capacity:
@@ -207,8 +216,8 @@ class CachingAllocator:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return True
 
-    def _segment(self, size: int, small: bool, mapped: bool = True) -> Block:
-        block = Block(self._next_address, size, small, mapped)
+    def _segment(self, size: int, pool: Pool, mapped: bool = True) -> Block:
+        block = Block(self._next_address, size, pool, mapped)
         self._next_address += size + BLOCK  # segments never touch
         self._blocks[block.address] = block
         return block
@@ -218,12 +227,12 @@ class CachingAllocator:
     def _split(self, block: Block, size: int) -> None:
         """Keep the low addresses, and put the rest back if it is worth it."""
         rest = block.size - size
-        if rest >= BLOCK if block.small or self.expandable else rest > SMALL:
+        if rest >= BLOCK if block.pool[0] or self.expandable else rest > SMALL:
             self._insert(self._cut(block, size))
 
     def _cut(self, block: Block, size: int) -> Block:
         """Cut a block in two; returns the part after ``size`` bytes, which is in no list yet."""
-        tail = Block(block.address + size, block.size - size, block.small, block.mapped)
+        tail = Block(block.address + size, block.size - size, block.pool, block.mapped)
         tail.previous, tail.next, block.next = block, block.next, tail
         if tail.next is not None:
             tail.next.previous = tail
@@ -249,23 +258,23 @@ class CachingAllocator:
 
     def _insert(self, block: Block) -> None:
         if block.mapped:
-            insort(self._free[block.small], (block.size, block.address))
+            insort(self._free[block.pool], (block.size, block.address))
         else:
-            insort(self._unmapped[block.small], block.address)
+            insort(self._unmapped[block.pool], block.address)
 
     def _remove(self, block: Block) -> None:
         if block.mapped:
-            pool = self._free[block.small]
-            pool.pop(bisect_left(pool, (block.size, block.address)))
+            free = self._free[block.pool]
+            free.pop(bisect_left(free, (block.size, block.address)))
         else:
-            addresses = self._unmapped[block.small]
+            addresses = self._unmapped[block.pool]
             addresses.pop(bisect_left(addresses, block.address))
 
     # Expandable segments
 
-    def _expand(self, size: int, small: bool) -> Block | None:
+    def _expand(self, size: int, pool: Pool) -> Block | None:
         """Map pages behind a free block, or at the first place where free and unmapped ranges add up to the size."""
-        start = self._room(size, small)
+        start = self._room(size, pool)
         if not start.mapped:
             mapped = self._map(start, min(start.size, size))
             if mapped is None:
@@ -281,8 +290,8 @@ class CachingAllocator:
         self._remove(start)
         return start
 
-    def _room(self, size: int, small: bool) -> Block:
-        for address in self._unmapped[small]:
+    def _room(self, size: int, pool: Pool) -> Block:
+        for address in self._unmapped[pool]:
             start = self._blocks[address]
             if start.previous is not None and start.previous.free:
                 start = start.previous
@@ -292,13 +301,13 @@ class CachingAllocator:
                 block = block.next  # type: ignore[assignment]
             if available >= size:
                 return start
-        reservation = self._segment(ADDRESSES, small, mapped=False)
+        reservation = self._segment(ADDRESSES, pool, mapped=False)
         self._insert(reservation)
         return reservation
 
     def _map(self, block: Block, size: int) -> Block | None:
         """Give the start of an unmapped range memory, in whole pages; returns the free block it is part of then."""
-        nbytes = round_up(size, _page(block.small))
+        nbytes = round_up(size, _page(block.pool[0]))
         if not self._reserve(nbytes):
             return None
         self._remove(block)

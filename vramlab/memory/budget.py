@@ -267,6 +267,9 @@ class _Share:
         self.free(entry)
         self.malloc(entry)
 
+    def stream(self) -> int:
+        return 0  # a CPU has none
+
 
 class _Counting(Ledger):
     """A ledger in which what existed before takes memory as well, from when it is found."""

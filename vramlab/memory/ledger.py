@@ -16,7 +16,7 @@ from vramlab.memory.trace import Category, Events, Phase
 class Storage(weakref.ref):
     """One storage from the first sight to its release, which the weak reference reports."""
 
-    __slots__ = ("born", "category", "device", "died", "key", "module", "nbytes", "node", "number")
+    __slots__ = ("born", "category", "device", "died", "key", "module", "nbytes", "node", "number", "stream")
 
     key: int
     number: int
@@ -27,6 +27,7 @@ class Storage(weakref.ref):
     born: int
     died: int | None
     category: Category | None
+    stream: int
 
 
 class Allocator(Protocol):
@@ -36,6 +37,7 @@ class Allocator(Protocol):
     def free(self, entry: Storage) -> None: ...
     def move(self, old: Storage, new: Storage) -> None: ...
     def resize(self, entry: Storage, before: int) -> None: ...
+    def stream(self) -> int: ...
 
 
 class Workspace:
@@ -79,6 +81,11 @@ class Ledger:
 
     def entry(self, storage: torch.UntypedStorage) -> Storage | None:
         return self._live.get(storage._cdata)
+
+    @property
+    def steps(self) -> int:
+        """How many optimizer steps have ended."""
+        return len(self._steps)
 
     def is_parameter(self, storage: torch.UntypedStorage) -> bool:
         entry = self.entry(storage)
@@ -130,11 +137,18 @@ class Ledger:
         entry.category, entry.module = category, module
         return entry
 
+    def grown(self, storage: torch.UntypedStorage) -> None:
+        """A storage that nobody has met yet, and that was empty, has got memory."""
+        self._rows.append(self._row(entry := self._follow(storage, storage.device), entry.nbytes))
+        if self._allocator is not None:
+            self._allocator.malloc(entry)
+
     def resized(self, storage: torch.UntypedStorage) -> None:
         entry = self._live.get(storage._cdata)
         if entry is not None and entry.nbytes != (nbytes := storage.nbytes()):
             before, entry.nbytes = entry.nbytes, nbytes
             if self._allocator is not None:
+                entry.stream = self._allocator.stream()
                 self._allocator.resize(entry, before)
             self._rows.append(self._row(entry, nbytes - before))
 
@@ -150,6 +164,7 @@ class Ledger:
         entry = Storage(storage, self._released)
         entry.key, entry.number, entry.nbytes, entry.device = storage._cdata, len(self._all), storage.nbytes(), device
         entry.module, entry.node, entry.born, entry.died, entry.category = self._now.module, self._now.node, self._now.epoch, None, None
+        entry.stream = 0 if self._allocator is None else self._allocator.stream()
         self._all.append(entry)
         self._live[entry.key] = entry
         return entry
@@ -205,6 +220,7 @@ class Ledger:
         rows = rows[here]
         category = np.array([self._category_by_lifetime(e) for e in entries], np.int8)
         module = np.array([e.module for e in entries], np.int32)
+        stream = np.array([e.stream for e in entries], np.int32)
         return Events(
             storage=rows[:, 0],
             nbytes=rows[:, 1],
@@ -219,6 +235,7 @@ class Ledger:
             moves=frozenset(np.flatnonzero(rows[:, 5]).tolist()),
             line=rows[:, 4].astype(np.int32),
             lines=tuple(self._now.lines),
+            stream=stream[rows[:, 0]] if stream.any() else None,
         )
 
     def close(self, device: torch.device) -> Events:

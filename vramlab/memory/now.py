@@ -35,7 +35,7 @@ def _short_name(file: str) -> str:
     if file.startswith(_MACHINERY):
         return ""
     path = Path(file)
-    if path.parent.name.startswith("ipykernel_"):
+    if path.parent.name.startswith("ipykernel_") or file.startswith("<ipython-input-"):
         return "notebook cell"
     homes = [home for home in (Path.cwd(), *map(Path, filter(None, sys.path))) if path.is_relative_to(home)]
     return str(path.relative_to(max(homes, key=lambda home: len(home.parts)))) if homes else file

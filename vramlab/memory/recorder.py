@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -53,14 +54,15 @@ def record(
     Categories are decided by lifetime: what ends as some parameter's ``grad`` is a gradient, what an optimizer keeps
     is optimizer state, what is made in forward (or in a recomputed forward) and released later is an activation, what
     exists when the model is called is an input, a low-precision copy of a parameter is a weight copy, the rest is
-    temporary.
+    temporary. In a rank gradients that are views of DDP's buckets are buckets, parameters that FSDP has made whole are
+    gathered parameters, and what it sends and receives is communication.
 
-    Limits. Not seen: what an operator allocates and releases inside itself (operands that a bf16 product on the CPU
-    packs anew, the fused path of nn.TransformerEncoderLayer in evaluation, the functions that torch.cond runs), and
-    memory that no operator makes (the 5,056 bytes of generator state that checkpointing keeps for each block). A tensor
-    that existed before and first occurs after an optimizer step is counted from the end of that step; code in other threads
-    is not seen; memory that comes from outside torch later (``from_dlpack``, ``frombuffer``) counts from the start. Memory that is
-    shared with NumPy counts for each tensor made from it. Compiled code that runs inside the block runs eagerly there.
+    Limits. Not seen: what an operator allocates and releases inside itself (operands that a bf16 product on the CPU packs anew, the fused
+    path of nn.TransformerEncoderLayer in evaluation, the functions that torch.cond runs, the copies that gloo makes of what it sends),
+    and memory that no operator makes (the 5,056 bytes of generator state that checkpointing keeps for each block). A tensor that existed
+    before and first occurs after an optimizer step is counted from the end of that step; code in other threads is not seen; memory that
+    comes from outside torch later (``from_dlpack``, ``frombuffer``) counts from the start. Memory that is shared with NumPy counts for
+    each tensor made from it. Compiled code that runs inside the block runs eagerly there.
 
     While anything looks on, autograd copies where it otherwise works in place. The trace leaves those copies out of
     sums of gradients and of indexing (not of ``cumprod`` and ``prod``): it is that of a run nobody records. CUDA's own
@@ -87,6 +89,8 @@ class Recorder(TorchDispatchMode):
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self._outside: list[Storage] = []  # made since the model was last called, and not by it
+        self._bucketed = WeakTensorKeyDictionary()  # parameters whose gradients lie in DDP's buckets
+        self._sharded = False  # whether FSDP keeps shards of a model's parameters
         self._undo: ExitStack | None = None
         self.trace = MemoryTrace(lambda: self._ledger.events(self._device), str(self._device or "cpu"))
 
@@ -162,6 +166,7 @@ class Recorder(TorchDispatchMode):
             if not self._now.names(module):
                 refuse_compiled(module)
                 self._see_model(module, type(module).__name__)
+            self._sharded = self._sharded or _is_sharded(module)  # since it got its name
             self._now.phase_is(Phase.FORWARD)
             self._forward_begins()
         self._now.enter(module)
@@ -192,6 +197,9 @@ class Recorder(TorchDispatchMode):
     def _see_model(self, model: nn.Module, prefix: str = "") -> None:
         for name, module in model.named_modules(prefix=prefix):
             number = self._now.name_module(module, name)
+            if isinstance(module, DistributedDataParallel):
+                self._bucketed.update(dict.fromkeys(module.parameters(), True))
+            self._sharded = self._sharded or _is_sharded(module)
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 self._see_parameter(tensor, number)
 
@@ -213,8 +221,10 @@ class Recorder(TorchDispatchMode):
 
     def _mark_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.is_leaf and parameter.grad is not None:
+            in_bucket = parameter in self._bucketed and parameter.grad._is_view()
+            category = Category.BUCKETS if in_bucket else Category.GRADIENTS
             for storage in self._storages(parameter.grad):
-                self._ledger.found(storage, Category.GRADIENTS, self._parameters.get(parameter, 0), parameter.grad.device)
+                self._ledger.found(storage, category, 0 if in_bucket else self._parameters.get(parameter, 0), parameter.grad.device)
 
     def _mark_state(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter, state in optimizer.state.items():
@@ -278,7 +288,9 @@ class Recorder(TorchDispatchMode):
     def _see_result(self, func: Any, tensor: torch.Tensor, storage: torch.UntypedStorage, args: tuple[Any, ...]) -> None:
         in_place = func in _IN_PLACE and self._now.in_backward()
         made = self._ledger.made(storage, tensor.device, self._in_place_of(func, storage, args) if in_place else None)
-        if func is _CAST and self._is_weight_copy(args[0], tensor):
+        if self._sharded and (category := _made_by_fsdp()) is not None:
+            made.category = category
+        elif func is _CAST and self._is_weight_copy(args[0], tensor):
             made.category = Category.WEIGHT_COPIES
         elif not in_place and self._now.between:
             self._outside.append(made)
@@ -291,11 +303,14 @@ class Recorder(TorchDispatchMode):
                 entry = self._ledger.entry(storage)
                 if entry is None or entry.category is None:
                     entry = self._see_argument(func, tensor, storage, entry)
-                known.append((entry, storage))
+                if entry is not None:
+                    known.append((entry, storage))
         return known
 
-    def _see_argument(self, func: Any, tensor: torch.Tensor, storage: torch.UntypedStorage, entry: Storage | None) -> Storage:
+    def _see_argument(self, func: Any, tensor: torch.Tensor, storage: torch.UntypedStorage, entry: Storage | None) -> Storage | None:
         if isinstance(tensor, nn.Parameter):
+            if self._sharded and tensor not in self._parameters:  # whole again, for as long as its module runs
+                return self._ledger.found(storage, Category.GATHERED_PARAMETERS, self._now.module, tensor.device)
             self._see_parameter(tensor, self._now.module)
             return self._ledger.found(storage, Category.PARAMETERS, self._now.module, tensor.device)
         if entry is not None:
@@ -305,7 +320,11 @@ class Recorder(TorchDispatchMode):
             if self._now.between:
                 self._outside.append(made)
             return made
-        return self._ledger.found(storage, Category.INPUTS, self._now.module, tensor.device)
+        caller = _caller()
+        if caller is not None and caller.f_globals.get("__name__") == "torch.distributed.distributed_c10d":
+            return None  # gloo's own copy of what it sends; it comes and goes below the operators
+        in_bucket = self._now.in_backward() and len(self._bucketed) > 0  # DDP copies a gradient into it
+        return self._ledger.found(storage, Category.BUCKETS if in_bucket else Category.INPUTS, self._now.module, tensor.device)
 
     def _forward_begins(self) -> None:
         """What was made for the model outside and is still there is its input."""
@@ -366,17 +385,27 @@ class _Resizes:
 
     @staticmethod
     def _resize(storage: torch.UntypedStorage, size: int) -> None:
+        before = storage.nbytes()
         _Resizes._original(storage, size)
         for ledger in _Resizes._ledgers:
-            ledger.resized(storage)
+            if before == 0 and ledger.entry(storage) is None and storage.nbytes() and storage.device.type != "meta":
+                ledger.grown(storage)
+            else:
+                ledger.resized(storage)
 
 
 def _called_by_autograd() -> bool:
     """Whether the running operator is one of autograd's own, and not from a hook or a backward written in Python."""
+    frame = _caller()
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"  # None: in a thread of autograd's
+
+
+def _caller() -> FrameType | None:
+    """The Python code that called the running operator; None: there is none in this thread."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (frame.f_globals.get("__name__") in _MACHINERY or frame.f_code.co_name == "__torch_dispatch__"):
         frame = frame.f_back
-    return frame is None or frame.f_code.co_name == "_engine_run_backward"  # None: in a thread of autograd's
+    return frame
 
 
 def _has_double_edge() -> bool:
@@ -386,6 +415,24 @@ def _has_double_edge() -> bool:
     return len(set(edges)) < len(edges)
 
 
+def _is_sharded(module: nn.Module) -> bool:
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def _made_by_fsdp() -> Category | None:
+    """What FSDP's own code makes: room for whole parameters, and what it sends and receives."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(_FSDP):
+            return Category.GATHERED_PARAMETERS if name == _FSDP + "._fsdp_param" else Category.COMMUNICATION
+        if frame.f_code.co_name == "_call_impl":  # below a module
+            return None
+        frame = frame.f_back
+    return None
+
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
 _MACHINERY = {__name__, "torch._ops", "torch._compile", "torch._dynamo.eval_frame"}  # between an operator and a mode
 
 

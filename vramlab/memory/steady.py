@@ -6,8 +6,8 @@ other holes between what it kept.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, field
 
 from vramlab.memory.allocator import CachingAllocator
 from vramlab.memory.trace import Events
@@ -28,13 +28,22 @@ class Rows:
     moves: Collection[int]
     begin: int
     end: int
+    streams: Mapping[Hashable, int] = field(default_factory=dict)
+    """Of storages whose memory is not that of stream 0."""
 
 
 def rows_of(events: Events) -> Rows:
     """The rows of a trace."""
     pairs: list[tuple[Hashable, int]] = list(zip(events.storage.tolist(), events.nbytes.tolist(), strict=True))
     begin, end = (events.steps[-2][0], events.steps[-1][0]) if len(events.steps) > 1 else (len(pairs), len(pairs))
-    return Rows(pairs, events.moves, begin, end)
+    return Rows(pairs, events.moves, begin, end, streams_of(events))
+
+
+def streams_of(events: Events) -> dict[Hashable, int]:
+    """The storages whose memory belongs to another CUDA stream than 0, and to which."""
+    if events.stream is None:
+        return {}
+    return {s: n for s, n in zip(events.storage.tolist(), events.stream.tolist(), strict=True) if n}
 
 
 @dataclass(frozen=True)
@@ -53,10 +62,10 @@ def replay(rows: Rows, allocator: CachingAllocator) -> CachingAllocator:
     Raises:
         OutOfMemoryError: no room.
     """
-    allocator.replay(rows.events[: rows.end], rows.moves)
+    allocator.replay(rows.events[: rows.end], rows.moves, rows.streams)
     cycle = _cycle(rows)
     if cycle is None:
-        allocator.replay(rows.events[rows.end :], {i - rows.end for i in rows.moves if i >= rows.end})
+        allocator.replay(rows.events[rows.end :], {i - rows.end for i in rows.moves if i >= rows.end}, rows.streams)
         return allocator
     names: dict[Hashable, Hashable] = {}
     calm = 0
@@ -110,5 +119,6 @@ def _again(rows: Rows, cycle: _Cycle, names: dict[Hashable, Hashable], step: int
         else:
             name = made.get(storage, storage)
         events.append((name, nbytes))
-    allocator.replay(events, {i - rows.begin for i in rows.moves if rows.begin <= i < rows.end})
+    streams: dict[Hashable, int] = {name: rows.streams[storage] for storage, name in made.items() if storage in rows.streams}
+    allocator.replay(events, {i - rows.begin for i in rows.moves if rows.begin <= i < rows.end}, streams)
     return made

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Category(IntEnum):
-    """What a storage is for. ``label`` is the word shown, ``color`` its one colour everywhere (Okabe-Ito)."""
+    """What a storage is for. ``label`` is the word shown, ``color`` its one colour everywhere."""
 
     PARAMETERS = 0  # and buffers
     OPTIMIZER_STATE = 1
@@ -29,6 +29,9 @@ class Category(IntEnum):
     INPUTS = 5
     TEMPORARY = 6
     WORKSPACE = 7
+    GATHERED_PARAMETERS = 8  # whole parameters of which a rank keeps a shard (FSDP)
+    BUCKETS = 9  # DDP's, which gradients are views of
+    COMMUNICATION = 10  # what is sent to and received from other ranks
 
     @property
     def label(self) -> str:
@@ -36,7 +39,11 @@ class Category(IntEnum):
 
     @property
     def color(self) -> str:
-        return ("#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#E69F00", "#F0E442", "#999999", "#D55E00")[self]
+        return _COLORS[self]
+
+
+_OKABE_ITO = ("#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#E69F00", "#F0E442", "#999999", "#D55E00")
+_COLORS = (*_OKABE_ITO, "#003F66", "#005C43", "#882255")  # its blue and green darker, and a wine that is on no such scale
 
 
 class Phase(IntEnum):
@@ -64,6 +71,9 @@ class MemoryBreakdown:
     inputs: int = 0
     temporary: int = 0
     workspace: int = 0
+    gathered_parameters: int = 0
+    buckets: int = 0
+    communication: int = 0
 
     @property
     def total(self) -> int:
@@ -116,6 +126,7 @@ class Events:
     line: np.ndarray | None = None  # int32: index into lines, the user's line that runs, in backward that which made the node
     lines: tuple[str, ...] = ()
     """``file:line``; empty where lines were not followed."""
+    stream: np.ndarray | None = None  # int32: the CUDA stream whose memory the storage is; None: 0, the default, for all
 
 
 _none = np.zeros(0, np.int64)
@@ -297,9 +308,10 @@ class MemoryTrace:
     def last_step(self) -> MemoryTrace:
         """The last optimizer step alone: what was there before it counts as having existed before. Without two steps: the whole trace."""
         events = self.events
-        if len(events.steps) < 2:
+        ends = [end for end, optimizer in events.steps if optimizer == events.steps[-1][1]]  # in backward each parameter has its own
+        if len(ends) < 2:
             return self
-        return MemoryTrace(replace(events, seeds=events.steps[-2][0]), self.device, self.counters)
+        return MemoryTrace(replace(events, seeds=ends[-2]), self.device, self.counters)
 
     def _live(self, at: str | int) -> pd.DataFrame:
         """One row for each storage alive at a moment, with what allocated it."""

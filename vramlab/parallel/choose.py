@@ -32,4 +32,7 @@ def choose_way(recipe: Recipe, device: torch.device) -> Way:
 
 
 def _ways() -> dict[str, type[Way]]:
-    return {"ddp": DataParallel}
+    from vramlab.parallel.pipelined import Pipelined
+    from vramlab.parallel.sharded import Sharded, ZeroOne  # half a second that others need not wait
+
+    return {"ddp": DataParallel, "zero1": ZeroOne, "zero2": Sharded, "fsdp": Sharded, "pipeline": Pipelined, "hybrid": Pipelined}

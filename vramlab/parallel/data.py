@@ -16,9 +16,10 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from vramlab.parallel.way import Way
-from vramlab.techniques.accumulation import Window
+from vramlab.parallel.way import Loss, Way
+from vramlab.techniques.accumulation import Window, keep_gradient_in
 from vramlab.techniques.in_backward import hooked_parameters
+from vramlab.techniques.precision import Precision
 
 B = TypeVar("B")
 Uneven = Literal["fill", "stop", "refuse"]
@@ -49,12 +50,8 @@ def ddp(model: nn.Module, *, dry_run: Callable[[nn.Module], Any] | None = None, 
         raise RuntimeError("ddp() needs a process group; call it in a function that vl.parallel.launch(function, ranks=2) runs.")
     if dry_run is not None and not options.get("find_unused_parameters"):
         _refuse_unused(unused_parameters(model, dry_run))
-    if dist.get_rank(options.get("process_group")) == 0 and (norms := _batch_norms(model)):
-        warnings.warn(
-            f"BatchNorm ({_names(norms)}) takes the mean over one rank's micro-batch, so results depend on the number of ranks. On CUDA "
-            "nn.SyncBatchNorm.convert_sync_batchnorm(model) takes it over all ranks'; GroupNorm and LayerNorm do not depend on it.",
-            stacklevel=2,
-        )
+    if dist.get_rank(options.get("process_group")) == 0 and (note := batch_norm_note(model)):
+        warnings.warn(note, stacklevel=2)
     return DistributedDataParallel(model, **{"gradient_as_bucket_view": True, **options})
 
 
@@ -69,7 +66,7 @@ def _check_model(model: Any) -> None:
             f"it. Here {where} is a DistributedDataParallel; give its .module."
         )
     if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
-        raise ValueError(f"DDP needs the shapes of all parameters, and these have none yet: {_names(lazy)}. Call the model once before.")
+        raise ValueError(f"DDP needs the shapes of all parameters, and these have none yet: {listed(lazy)}. Call the model once before.")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             "DDP averages gradients, and no parameter of this model requires any: "
@@ -82,32 +79,46 @@ def _refuse_steps_in_backward(model: nn.Module) -> None:
     stepped = [
         name
         for name, parameter in model.named_parameters()
-        if parameter in hooked_parameters and hooked_parameters[parameter][0]() is not None
+        # What FSDP shards steps when its gradient is averaged.
+        if parameter in hooked_parameters and hooked_parameters[parameter][0]() is not None and not is_sharded(parameter)
     ]
     if stepped:
         raise ValueError(
             f"A step in backward uses this rank's gradient before it is averaged, so the ranks would drift apart. Here these step in "
-            f"backward: {_names(stepped)}. Use an ordinary optimizer, or one rank."
+            f"backward: {listed(stepped)}. Use an ordinary optimizer, or one rank."
         )
 
 
 def _refuse_unused(names: Sequence[str]) -> None:
     if names:
         raise ValueError(
-            f"DDP waits in every backward for a gradient of each parameter, and {len(names)} got none in the dry run: {_names(names)}. "
+            f"DDP waits in every backward for a gradient of each parameter, and {len(names)} got none in the dry run: {listed(names)}. "
             "Freeze them with requires_grad_(False), let the loss depend on them, or set find_unused_parameters=True, which costs time."
         )
 
 
-def _batch_norms(model: nn.Module) -> list[str]:
-    return [
+def batch_norm_note(model: nn.Module) -> str:
+    """What to know about the model's BatchNorms on several ranks; empty if it has none."""
+    norms = [
         name or type(module).__name__
         for name, module in model.named_modules()
         if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm) and module.training
     ]
+    if not norms:
+        return ""
+    return (
+        f"BatchNorm ({listed(norms)}) takes the mean over one rank's micro-batch, so results depend on the number of ranks. On CUDA "
+        "nn.SyncBatchNorm.convert_sync_batchnorm(model) takes it over all ranks'; GroupNorm and LayerNorm do not depend on it."
+    )
 
 
-def _names(names: Sequence[str]) -> str:
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether it is a DTensor, of which each rank holds a part; importing them to ask takes half a second."""
+    return hasattr(parameter, "placements")
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
     more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
     return ", ".join(names[:SHOWN_NAMES]) + more
 
@@ -201,8 +212,11 @@ def _windows(iterator: Iterator[B], k: int, count: Callable[[B], int] | None, mo
         if min(sizes) < max(sizes) and uneven == "refuse":
             raise ValueError(_uneven_text(sizes, number))
         everything = sum(counted for _, counted in table)
-        yield RankWindow(max(sizes), items=everything, batches=mine or repeated, model=model, weight=1 if mine else 0)
         repeated = mine[-1:] or repeated
+        # Each forward and backward of a sharded model is one of all ranks; a copy's gradients travel in the last backward alone.
+        wanted = max(sizes) if any(map(is_sharded, model.parameters())) else 1
+        filled = mine + repeated * (wanted - len(mine))
+        yield RankWindow(max(sizes), items=everything, batches=filled, model=model, counted=len(mine))
 
 
 def _empty_text(sizes: Sequence[int]) -> str:
@@ -261,7 +275,7 @@ class RankWindow(Window[B]):
         items: how many items all ranks' parts hold; None if that is not known yet.
         batches: what iterating over the window gives, for the last with synchronised gradients.
         model: its gradients are averaged over the ranks; with a ``no_sync`` method, as `ddp` gives, only once a window.
-        weight: 0 for a part that repeats what has been counted already.
+        counted: how many of the micro-batches count, from the first; the others repeat what has been counted already. None: all.
 
     Raises:
         ValueError: parameters that step in backward, ``static_graph=True`` and several micro-batches.
@@ -274,15 +288,17 @@ class RankWindow(Window[B]):
         items: int | None = None,
         batches: Sequence[B] = (),
         model: nn.Module,
-        weight: int = 1,
+        counted: int | None = None,
     ) -> None:
         no_sync: Callable[[], AbstractContextManager[Any]] = getattr(model, "no_sync", nullcontext)
         super().__init__(micro_batches, items=items, batches=batches, no_sync=no_sync)
         _refuse_steps_in_backward(model)
         if micro_batches > 1:
             _refuse_static_graph(model)
-        self._weight, self._model, self._world = weight, model, dist.get_world_size(_group(model))
+        self._model, self._world = model, dist.get_world_size(_group(model))
+        self._counted, self._shared = counted, 0
         self._agreed = self._by_hand = False
+        self._narrow: list[torch.Tensor] = []  # whose gradients FSDP leaves in 16 bits
 
     def __iter__(self) -> Iterator[B]:
         for i, batch in enumerate(self._batches, 1):
@@ -296,19 +312,27 @@ class RankWindow(Window[B]):
     def open(self, parameters: Iterable[torch.Tensor]) -> None:
         """Let 16-bit parameters add up their gradients in fp32, if there are several micro-batches.
 
-        DDP's buckets are 16-bit then and take no others, so `close` averages the sums over the ranks instead of DDP.
+        DDP's buckets are 16-bit then and take no others, so `close` averages the sums over the ranks instead of DDP. FSDP
+        averages each micro-batch's in fp32, leaves them 16-bit, and adds the next to whatever is there: `share` makes that fp32.
         """
         parameters = list(parameters)
+        if any(map(is_sharded, parameters)):
+            self._narrow = [p for p in parameters if self._micro_batches > 1 and p.requires_grad and p.dtype.itemsize == 2]
+            return
         super().open(parameters)
         self._by_hand = any(parameter.grad_dtype not in (None, parameter.dtype) for parameter in parameters)
 
     def share(self, total: torch.Tensor, count: int | None = None) -> torch.Tensor:
         """This micro-batch's part of the window's loss, to call backward on; see `Window.share`."""
         if self._items is None and count is not None and not self._divisor:
-            first = sum(counted for (counted,) in _everyone([count * self._micro_batches], self._model))
-            self._divisor = max(1, first // self._world)
+            self._divisor = sum(counted for (counted,) in _everyone([count * self._micro_batches], self._model))
+        for parameter in self._narrow:
+            if parameter.grad is not None and parameter.grad.dtype != torch.float32:
+                keep_gradient_in(torch.float32, parameter)
+        self._shared += 1
+        repeats = self._counted is not None and self._shared > self._counted
         # DDP divides by the number of ranks.
-        return super().share(total if self._weight else total * 0, count) * self._world
+        return super().share(total * 0 if repeats else total, count) * self._world
 
     def close(self, parameters: Iterable[torch.Tensor]) -> None:
         """Correct the gradients if the items were not known before. Call it in all ranks, before clipping and step."""
@@ -353,8 +377,29 @@ class DataParallel(Way):
 
     def place(self, model: nn.Module) -> nn.Module:
         """The model in DDP's wrapper; its weights are those of rank 0."""
-        return ddp(super().place(model))
+        model = super().place(model)
+        return ddp(model if self.recipe.loss_chunks == 1 else _WithLoss(model))
+
+    def window(self, model: nn.Module, batches: Iterator[Any], loss: Loss, precision: Precision) -> Window[Any]:
+        """See `Way.window`."""
+
+        def inside(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+            result: tuple[torch.Tensor, int] = model(loss, batch)
+            return result
+
+        return super().window(model, batches, loss if self.recipe.loss_chunks == 1 else inside, precision)
 
     def new_window(self, model: nn.Module) -> Window[Any]:
         """This rank's part of the window."""
         return RankWindow(self.recipe.accumulation, batches=range(self.recipe.accumulation), model=model)
+
+
+class _WithLoss(nn.Module):
+    """A model and its loss as one module: a loss in chunks calls other methods than forward, and DDP prepares for its own alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, loss: Loss, batch: Any) -> tuple[torch.Tensor, int]:
+        return loss(self.model, batch)

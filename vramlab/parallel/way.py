@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from vramlab.devices import is_virtual_device
 from vramlab.recipe import Recipe
 from vramlab.techniques.accumulation import Window
 from vramlab.techniques.choose import build_optimizer, changed_model
@@ -33,6 +36,29 @@ class Way:
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self.recipe, self.device = recipe, device
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Around the making of the model: all ranks make the same one, from the random numbers of rank 0.
+
+        Afterwards each has its own again, for dropout and data; ranks that work on the same data have those of their `leader`.
+        """
+        if self.recipe.ranks == 1 or is_virtual_device(self.device):
+            yield
+            return
+        states: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(states, _random_state())
+        _set_random_state(states[0])
+        yield
+        if self.leader() != 0:
+            _set_random_state(states[self.leader()])
+
+    def leader(self) -> int:
+        """The first of the ranks that work on the same data as this one."""
+        return dist.get_rank()
+
+    def sees(self, task: Any, precision: Precision) -> None:
+        """Before `place`: what is trained, for a way that must know what a micro-batch looks like."""
 
     def place(self, model: nn.Module) -> nn.Module:
         """Bring the model to this rank's device, in whatever form this rank holds it, and return that."""
@@ -77,3 +103,13 @@ class Way:
     def step(self, precision: Precision, optimizer: torch.optim.Optimizer) -> bool:
         """Clip and step; whether the parameters moved."""
         return precision.step(optimizer, self.recipe.clip_norm, group=self.group)
+
+
+def _random_state() -> Any:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _set_random_state(state: Any) -> None:
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    np.random.set_state(state[2])

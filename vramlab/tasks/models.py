@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +53,26 @@ def decoder(config: DecoderConfig) -> nn.Module:
     return GPT(config) if config.kv_heads is None else Llama(config)
 
 
+class Part(nn.Module):
+    """Some members of a model with one of its methods, which finds them under their own names: a piece that works without the rest.
+
+    A model that gives its parts in order (``pipeline_parts``) makes one of what is no module of its own.
+
+    Args:
+        method: of the model's class; called with this part in place of the model.
+        members: the modules and parameters that it uses, by their names in the model.
+    """
+
+    def __init__(self, method: Callable[..., Any], **members: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        for name, member in members.items():
+            setattr(self, name, member)
+        self.method = method
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.method(self, *args, **kwargs)
+
+
 class GPT(nn.Module):
     """Pre-norm GPT-2: learned positions, GELU, attention through SDPA, head tied to the embedding."""
 
@@ -72,11 +94,20 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         """What the head is applied to: (batch, time, width)."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.embedding(tokens) + self.position(positions))  # (batch, time, width)
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
         return self.norm(x)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the first block is applied to: (batch, time, width)."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.dropout(self.embedding(tokens) + self.position(positions))
+
+    def pipeline_parts(self) -> list[nn.Module]:
+        """The modules whose composition is the forward, in order."""
+        start = Part(GPT.embed, embedding=self.embedding, position=self.position, dropout=self.dropout)
+        return [start, *self.blocks, self.norm, self.head]
 
 
 class Block(nn.Module):
@@ -144,6 +175,10 @@ class Llama(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.norm(x)
+
+    def pipeline_parts(self) -> list[nn.Module]:
+        """The modules whose composition is the forward, in order."""
+        return [self.embedding, *self.blocks, self.norm, self.head]
 
 
 class LlamaBlock(nn.Module):
@@ -226,11 +261,24 @@ class ViT(nn.Module):
         self.head = nn.Linear(c.width, c.classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        x = self.patches(images).flatten(2).transpose(1, 2)  # (batch, patches, width)
-        x = torch.cat((self.token.expand(len(x), -1, -1), x), 1) + self.position
+        x = self.embed(images)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x[:, 0]))  # (batch, classes)
+        return self.classify(x)  # (batch, classes)
+
+    def embed(self, images: torch.Tensor) -> torch.Tensor:
+        """What the first block is applied to: (batch, 1 + patches, width)."""
+        x = self.patches(images).flatten(2).transpose(1, 2)  # (batch, patches, width)
+        return torch.cat((self.token.expand(len(x), -1, -1), x), 1) + self.position
+
+    def classify(self, x: torch.Tensor) -> torch.Tensor:
+        """From the last block's (batch, 1 + patches, width) to logits (batch, classes)."""
+        return self.head(self.norm(x[:, 0]))
+
+    def pipeline_parts(self) -> list[nn.Module]:
+        """The modules whose composition is the forward, in order."""
+        start = Part(ViT.embed, patches=self.patches, token=self.token, position=self.position)
+        return [start, *self.blocks, Part(ViT.classify, norm=self.norm, head=self.head)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +320,15 @@ class ResNet(nn.Module):
         x = self.stem(images)
         for block in self.blocks:
             x = block(x)
-        return self.head(x.mean((2, 3)))  # (batch, classes)
+        return self.classify(x)  # (batch, classes)
+
+    def classify(self, x: torch.Tensor) -> torch.Tensor:
+        """From the last block's (batch, channels, height, width) to logits (batch, classes)."""
+        return self.head(x.mean((2, 3)))
+
+    def pipeline_parts(self) -> list[nn.Module]:
+        """The modules whose composition is the forward, in order."""
+        return [self.stem, *self.blocks, Part(ResNet.classify, head=self.head)]
 
 
 class ResidualBlock(nn.Module):

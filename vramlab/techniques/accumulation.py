@@ -95,7 +95,7 @@ class Window(Generic[B]):
         if self._micro_batches > 1:
             for parameter in parameters:
                 if parameter.requires_grad and parameter.dtype.itemsize == 2:
-                    _keep_gradient_in(torch.float32, parameter)
+                    keep_gradient_in(torch.float32, parameter)
 
     def share(self, total: torch.Tensor, count: int | None = None) -> torch.Tensor:
         """This micro-batch's part of the window's loss, to call backward on.
@@ -123,7 +123,7 @@ class Window(Generic[B]):
             if parameter.grad is not None and factor != 1:
                 parameter.grad.mul_(factor)
             if parameter.grad_dtype not in (None, parameter.dtype):
-                _keep_gradient_in(parameter.dtype, parameter)
+                keep_gradient_in(parameter.dtype, parameter)
         self._divisor = self.count or self._divisor  # what the gradients are divided by now: a second call changes nothing
 
     @property
@@ -132,7 +132,7 @@ class Window(Generic[B]):
         return float(self._total) / max(1, self.count)
 
 
-def _keep_gradient_in(dtype: torch.dtype, parameter: torch.Tensor) -> None:
+def keep_gradient_in(dtype: torch.dtype, parameter: torch.Tensor) -> None:
     grad, parameter.grad = parameter.grad, None  # torch changes the type only where there is no gradient
     parameter.grad_dtype = dtype
     parameter.grad = grad.to(dtype) if grad is not None else None

@@ -336,6 +336,11 @@ def _settle(group: State) -> None:
                 f"Adafactor takes real parameters, got {p.dtype} of shape {tuple(p.shape)}; "
                 "keep it as nn.Parameter(torch.view_as_real(parameter))."
             )
+        if hasattr(p, "placements"):  # a DTensor; importing them to ask takes half a second
+            raise ValueError(
+                f"Adafactor's means are those of whole rows and columns, got a shard of a parameter of shape {tuple(p.shape)}; "
+                "use vl.parallel.ddp and zero1, which leave parameters whole, or AdamW."
+            )
 
 
 def _eps_is_fine(eps: Any) -> bool:

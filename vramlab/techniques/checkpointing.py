@@ -66,7 +66,9 @@ def checkpoint_blocks(
     if policy not in POLICIES:
         raise ValueError(f"A policy is 'all' or 'selective', got {policy!r}.")
     found = find_blocks(model, blocks)
-    for device in {p.device for p in model.parameters() if not p.is_meta and not isinstance(p, FakeTensor)}:
+    # A DTensor may hold a fake one.
+    real = {p.device for p in model.parameters() if not p.is_meta and not isinstance(getattr(p, "_local_tensor", p), FakeTensor)}
+    for device in real:
         if not _replays_random_numbers(device):
             raise RuntimeError(
                 f"Checkpointing draws random numbers twice, and {device} drew others the second time: dropout would give wrong gradients "

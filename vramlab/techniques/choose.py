@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,9 +25,24 @@ def build_optimizer(model: nn.Module, recipe: Recipe, learning_rate: float) -> t
         ValueError: the model has none.
         ImportError: adamw-8bit without torchao.
     """
+    parameters, make = parameters_of(model), optimizer_of(recipe, learning_rate)
+    return step_in_backward(model, make) if recipe.optimizer_in_backward else make(parameters)
+
+
+def parameters_of(model: nn.Module) -> list[nn.Parameter]:
+    """Those that are trained.
+
+    Raises:
+        ValueError: the model has none.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError(f"Training needs parameters with requires_grad, and {type(model).__name__} has none.")
+    return parameters
+
+
+def optimizer_of(recipe: Recipe, learning_rate: float) -> Callable[[Any], torch.optim.Optimizer]:
+    """A function that makes the recipe's optimizer of the parameters or groups it is given."""
 
     def plain(params: Any) -> torch.optim.Optimizer:
         foreach, fused = recipe.optimizer_impl == "foreach", recipe.optimizer_impl == "fused"
@@ -40,7 +56,7 @@ def build_optimizer(model: nn.Module, recipe: Recipe, learning_rate: float) -> t
     def placed(params: Any) -> torch.optim.Optimizer:
         return OffloadedOptimizer(params, plain) if recipe.offload == "optimizer" else plain(params)
 
-    return step_in_backward(model, placed) if recipe.optimizer_in_backward else placed(parameters)
+    return placed
 
 
 def changed_model(model: nn.Module, recipe: Recipe) -> AbstractContextManager[Any]:

@@ -25,6 +25,8 @@ class Context(Protocol):
     card: GPU
     in_use: int
     devices: list[torch.device]
+    streams: Iterator[int]
+    """The numbers of streams that are made."""
 
     @property
     def allocators(self) -> list[CachingAllocator]: ...
@@ -134,9 +136,14 @@ class Module:
             return 0.0
 
     class Stream:
-        """There is one stream: memory is given back in the order of the program."""
+        """The order in which things run is that of the program; but memory that is allocated on a stream stays that stream's.
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+        ``number``: 0 is the default stream.
+        """
+
+        def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
+            self.number = next(innermost().streams)
+
         def wait_stream(self, stream: Any) -> None: ...
         def wait_event(self, event: Any) -> None: ...
         def record_event(self, event: Any = None) -> Any:
@@ -203,12 +210,23 @@ class Module:
     # Streams
 
     def current_stream(self, device: Any = None) -> Any:
-        return Module.Stream()
+        return current
 
-    default_stream = current_stream
+    def default_stream(self, device: Any = None) -> Any:
+        return default
 
-    def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before = current
+        self.set_stream(stream)
+        try:
+            yield
+        finally:
+            self.set_stream(before)
+
+    def set_stream(self, stream: Any) -> None:
+        global current
+        current = current if stream is None else stream
 
     def is_current_stream_capturing(self) -> bool:
         return False
@@ -262,3 +280,15 @@ class Module:
             return device
         index = None if device is None else torch.device(device).index
         return self._current if index is None else index
+
+
+def _default_stream() -> Any:
+    stream = object.__new__(Module.Stream)
+    stream.number = 0
+    return stream
+
+
+default = _default_stream()
+"""The stream that everything runs on unless another is chosen."""
+current = default
+"""The stream that new memory is for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar
@@ -28,7 +29,8 @@ from vramlab.memory.report import OutOfMemoryReport
 from vramlab.memory.trace import Category, DeviceCounters, MemoryTrace
 from vramlab.tensors import is_virtual, map_tensors, storages_of, tensors_in
 from vramlab.units import format_bytes, parse_bytes, round_up
-from vramlab.virtual import autocast, backend, kernels, patches, shapes
+from vramlab.virtual import autocast, backend, collectives, kernels, patches, shapes
+from vramlab.virtual.traffic import Call, Communication
 from vramlab.virtual.values import UnknownValueError, Values
 
 _aten = torch.ops.aten
@@ -84,6 +86,8 @@ class VirtualGPU:
         autocast.install(backend.NAME)
         kernels.install(backend.NAME, lambda device: backend.innermost().card.capability)
         self.devices = [torch.device(backend.NAME, i) for i in range(count)]
+        self.streams: Iterator[int] = itertools.count(1)
+        self.begins: list[int] = []
         self.trace, *others = (MemoryTrace(_events(self._mode, d), str(d)) for d in self.devices)
         self.traces: list[MemoryTrace] = [self.trace, *others]
         """One a card; ``trace`` is the first."""
@@ -199,6 +203,14 @@ class VirtualGPU:
         """What is missing from the bytes, because it is not published: one sentence each."""
         return list(self._mode.notes)
 
+    def micro_batch_begins(self) -> None:
+        """The code asks for the next micro-batch: ``begins`` holds how many collectives had been called before each."""
+        self.begins.append(len(self._mode.calls))
+
+    def communication(self, step: int | None = None) -> Communication:
+        """The collectives called on virtual tensors; ``step``: those of the n-th optimizer step alone, counted from 1."""
+        return Communication(tuple(call for ended, call in self._mode.calls if step is None or ended == step - 1))
+
     @property
     def reads(self) -> dict[str, int]:
         """Where Python read floating-point numbers that no one computed, by ``file:line``: each read gave 0.0."""
@@ -222,7 +234,7 @@ class _Memory:
             return
         index = entry.device.index or 0
         try:
-            self.cards[index].malloc(entry.number, entry.nbytes)
+            self.cards[index].malloc(entry.number, entry.nbytes, entry.stream)
         except rules.OutOfMemoryError as error:
             raise self._out_of_memory(error, index) from None
 
@@ -242,6 +254,9 @@ class _Memory:
         else:
             self.cards[entry.device.index or 0].free(entry.number)
             self.malloc(entry)
+
+    def stream(self) -> int:
+        return backend.current.number
 
     def _count(self, nbytes: int) -> None:
         self.host += nbytes
@@ -300,6 +315,7 @@ class _Mode(Recorder):
         self._held: list[Workspace] = []
         self.events: dict[torch.device, Any] = {}
         self.notes: dict[str, None] = {}  # each once, in order
+        self.calls: list[tuple[int, Call]] = []  # collectives, with how many optimizer steps had ended before
         super().__init__(None, None, None)
 
     def _new_ledger(self) -> Ledger:
@@ -328,12 +344,14 @@ class _Mode(Recorder):
     # Running an operator
 
     def _run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
-        if not self._is_virtual(tensors, kwargs):
+        if _traced() or not self._is_virtual(tensors, kwargs):
             return func(*args, **kwargs)
         if any(isinstance(t, FakeTensor) and t.fake_mode is not self._fake for t in tensors):
             raise RuntimeError(
                 f"{func} got a tensor of another virtual GPU or of a FakeTensorMode; tensors stay in the `with` block they were made in."
             )
+        if collectives.is_collective(func) and (call := collectives.call_of(func, args)) is not None:
+            self.calls.append((self._ledger.steps, call))
         kwargs = {name: None if name in ("generator", "pin_memory") else value for name, value in kwargs.items()}
         special = _SPECIAL.get(func)
         if special is None and _is_composite(func):  # in inference mode: what it is made of allocates
@@ -472,6 +490,14 @@ class _Mode(Recorder):
         workspace = Workspace(nbytes)
         self._ledger.made(workspace, device).category = Category.WORKSPACE
         return workspace
+
+
+def _traced() -> bool:
+    """Whether a FakeTensorMode of others is active, as while DTensor asks for the shape of a result: nothing gets memory then."""
+    return torch._C._get_dispatch_mode(_FAKE) is not None
+
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 @functools.cache

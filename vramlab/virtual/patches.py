@@ -20,7 +20,7 @@ from torch.optim.optimizer import _foreach_supported_types
 
 from vramlab.memory.now import users_line
 from vramlab.tensors import is_virtual
-from vramlab.virtual import backend
+from vramlab.virtual import backend, buckets, collectives
 from vramlab.virtual.values import Values
 
 _aten = torch.ops.aten
@@ -54,6 +54,7 @@ def patched(values: Values) -> Iterator[None]:
         put(torch.Tensor, "pin_memory", _pin(torch.Tensor.pin_memory))
         put(torch.autograd.graph, "save_on_cpu", _SaveOnHost)
         put(fake_tensor.log, "disabled", True)  # it prints an operator's error before that is raised
+        put(torch.Tensor, "data", property(_data.__get__, _set_data))
         put(FakeTensor, "numpy", _numpy(values))
         put(FakeTensor, "tolist", _tolist(values, FakeTensor.tolist))
         put(FakeTensor, "data_ptr", _data_ptr(FakeTensor.data_ptr))
@@ -65,6 +66,8 @@ def patched(values: Values) -> Iterator[None]:
             put(accelerate.PartialState, "__init__", _no_accelerate)
         for module in (torch.autograd.graph, torch.autograd):
             put(module, "_engine_run_backward", _run_backward(torch.autograd.graph._engine_run_backward))
+        undo.enter_context(buckets.patched())
+        undo.enter_context(collectives.patched())
         yield
 
 
@@ -137,9 +140,22 @@ def _swap(original: Callable[..., None]) -> Callable[..., None]:
         for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # the parameter has them, what it now consists of does not
             if getattr(one, hooks):
                 setattr(one, hooks, getattr(one, hooks))
-        backend.innermost().parameter_moved(one)
+        if isinstance(one, nn.Parameter):  # a gradient moves like this too
+            backend.innermost().parameter_moved(one)
 
     return swap
+
+
+_data: Any = torch._C.TensorBase.data
+
+
+def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
+    """``tensor.data = tensor.to(device)`` moves a tensor to another device; torch itself refuses to where Python keeps the device."""
+    if not is_virtual(value) or self.device == value.device:
+        _data.__set__(self, value)
+        return
+    moved = value.detach().requires_grad_(self.requires_grad)
+    torch.utils.swap_tensors(self, nn.Parameter(moved, self.requires_grad) if isinstance(self, nn.Parameter) else moved)
 
 
 _LATER = "_vramlab_device"

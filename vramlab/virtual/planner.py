@@ -48,17 +48,42 @@ class PlannerError(RuntimeError):
 # The caller's side
 
 
+_thread = threading.local()
+
+
+class Scope:
+    """What a thread asks of planners inside ``with scope:`` ends when another thread calls `cancel`: CancelledError is raised there."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """End the request that is going on, and all that follow in the scope. Returns at once."""
+        self.cancelled = True
+
+    def __enter__(self) -> Scope:
+        self._around = getattr(_thread, "scope", None)
+        _thread.scope = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _thread.scope = self._around
+
+
 class _Ticket:
     """A place in the queue for the process. ``stop`` holds the exception that the owner shall end with."""
 
     def __init__(self, thread: int | None) -> None:
         self.thread = thread  # that is blocked while it waits; None for a request in the background
+        self.scope: Scope | None = getattr(_thread, "scope", None) if thread is not None else None
         self.stop: BaseException | None = None
         self.idle_since: float | None = None  # set while a stream waits for its reader
 
     def check(self) -> None:
         if self.stop is not None:
             raise self.stop
+        if self.scope is not None and self.scope.cancelled:
+            raise CancelledError
 
     def abandoned(self, waiting: Iterable[_Ticket]) -> bool:
         """Whether a stream gives way: its reader is not reading, and waits itself for something else or has left it."""

@@ -1,0 +1,342 @@
+"""What a recipe will hold on a card: at once from what is known already, exact a moment later. Works in the background, without widgets."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from vramlab.experiments import run
+from vramlab.gpus import GPU, gpu
+from vramlab.memory.law import MemoryLaw
+from vramlab.memory.report import Change
+from vramlab.memory.trace import MemoryBreakdown, MemoryTrace, Phase
+from vramlab.planning import MICRO_BATCHES, Plan, plan, single_changes
+from vramlab.recipe import Recipe, conflicts
+from vramlab.tasks import Task
+from vramlab.virtual.planner import Scope
+
+KEPT = 64  # answers with their traces, of up to some MB each
+
+
+@dataclass(frozen=True)
+class Question:
+    """A recipe, where it shall run, and what others hold of that card."""
+
+    recipe: Recipe
+    place: torch.device | GPU
+    in_use: int = 0
+
+    @property
+    def card(self) -> GPU | None:
+        """The card whose rules count: a virtual one, or this machine's; None for the CPU."""
+        return self.place if isinstance(self.place, GPU) else gpu() if self.place.type == "cuda" else None
+
+    @property
+    def capacity(self) -> int | None:
+        """Bytes that PyTorch can reserve there; None for the CPU, 0 where others hold it all."""
+        card = self.card
+        return None if card is None else max(0, card.memory - card.context - self.in_use)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the step needs, in bytes, and how that is known."""
+
+    question: Question
+    allocated: int
+    trace: MemoryTrace
+    """The step, or both first steps."""
+    how: str
+    """traced, law, measured, or the name of another card whose law it is."""
+    reserved: int | None = None
+    """None: not known yet, or there is no allocator (on the CPU)."""
+    fits: bool | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is what a trace or a measurement says, and not an estimate on the way there."""
+        return self.how in ("traced", "measured")
+
+    @property
+    def breakdown(self) -> MemoryBreakdown:
+        """Bytes in storages by category at the peak."""
+        found: MemoryBreakdown = self.__dict__.get("_breakdown") or self.trace.breakdown()
+        self.__dict__["_breakdown"] = found
+        return found
+
+    @property
+    def device(self) -> int | None:
+        """What everything on the card takes, as nvidia-smi shows it."""
+        card = self.question.card
+        return None if card is None or self.reserved is None else self.reserved + card.context + self.question.in_use
+
+    @property
+    def cause(self) -> dict[str, str]:
+        """What was running when the peak was reached: phase, operator, module, line; empty texts where unknown."""
+        events, i = self.trace.events, self.trace.peak_event
+        if i < 0:
+            return dict.fromkeys(("phase", "operator", "module", "line"), "")
+        return {
+            "phase": Phase(events.phase[i]).label,
+            "operator": events.operators[events.operator[i]],
+            "module": events.modules[events.module[i]],
+            "line": events.lines[events.line[i]] if events.line is not None else "",
+        }
+
+
+@dataclass(frozen=True)
+class Update:
+    """Something new about a question. What is None has not changed."""
+
+    question: Question
+    answer: Answer | None = None
+    largest: int | None = None
+    """The largest micro-batch that fits, confirmed by traces; 0 if not even 1 does."""
+    changes: list[Change] | None = None
+    """For what does not fit: single changes to the recipe, the best first."""
+    error: Exception | None = None
+    busy: bool = False
+    """Whether an exact answer is still to come."""
+    waits: bool = False
+    """Whether it comes only when a training run has ended, which goes first."""
+
+
+class Predictor:
+    """Answers the newest question: at once by a law if there is one, then by a trace in the planner process, or by measuring.
+
+    Args:
+        task: what is trained.
+        show: called with every `Update`, from whatever thread, one at a time, and never with one of an older question.
+        idle: measuring waits for it: a training run goes first.
+        virtual_run: whether the run that goes on is one on a virtual card.
+    """
+
+    def __init__(self, task: Task, show: Callable[[Update], None], idle: threading.Event, virtual_run: Callable[[], bool]) -> None:
+        self._task, self._show, self._idle, self._virtual_run = task, show, idle, virtual_run
+        self._lock = threading.RLock()  # guards all below
+        self._question: Question | None = None
+        self._exact: OrderedDict[Question, Answer] = OrderedDict()
+        self._laws: dict[tuple[Recipe, GPU, int], tuple[Plan, MemoryLaw | None]] = {}
+        self._worker: threading.Thread | None = None
+        self._todo: Question | None = None
+        self._scope = Scope()
+        self._answered = threading.Event()
+        self._answered.set()
+
+    def ask(self, question: Question) -> None:
+        """The newest question: what was asked before is dropped. An answer may be shown before this returns."""
+        with self._lock:
+            if question == self._question and self._todo is not None:
+                return  # it is being answered
+            self._scope.cancel()
+            self._question = self._todo = question
+            known = self._at_once(question)
+            exact = known is not None and known.exact
+            (self._answered.set if exact else self._answered.clear)()
+            self._show(Update(question, known, busy=not exact, waits=self._must_wait(question)))
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._work, name="vramlab-predict", daemon=True)
+                self._worker.start()
+
+    def forget(self) -> None:
+        """Ask nothing any more; what is going on is cancelled."""
+        with self._lock:
+            self._scope.cancel()
+            self._question = self._todo = None
+            self._answered.set()
+
+    def give_way(self) -> None:
+        """A run starts: what is going on is cancelled, and done again when the run has ended if it has to wait for that."""
+        with self._lock:
+            self._scope.cancel()
+
+    def wait(self, timeout: float) -> bool:
+        """Block until the newest question has its exact answer, or an error for one."""
+        return self._answered.wait(timeout)
+
+    def _must_wait(self, question: Question) -> bool:
+        """Steps cannot be measured beside a run, and a run on a virtual card has the planner process to itself."""
+        return not self._idle.is_set() and (question.card is None or self._virtual_run())
+
+    # At once
+
+    def _at_once(self, question: Question) -> Answer | None:
+        if known := self._known(question):
+            return known
+        card = question.card
+        if card is None:
+            return None
+        by_law = self._by_law(question, card)
+        if by_law is not None:
+            return by_law
+        elsewhere = [a for q, a in self._exact.items() if q.recipe == _shorter(question.recipe) and q.place == question.place]
+        if elsewhere:  # others hold more or less of the same card: what is allocated stays
+            return replace(elsewhere[-1], question=question, reserved=None, fits=None, how="law")
+        return self._by_another_card(question)
+
+    def _known(self, question: Question) -> Answer | None:
+        """The exact answer, if it was given before: windows of more micro-batches have that of `MICRO_BATCHES`."""
+        key = _key(question)
+        if key not in self._exact:
+            return None
+        self._exact.move_to_end(key)
+        return replace(self._exact[key], question=question)
+
+    def _keep(self, answer: Answer) -> None:
+        with self._lock:
+            self._exact[_key(answer.question)] = answer
+            while len(self._exact) > KEPT:
+                self._exact.popitem(last=False)
+
+    def _by_law(self, question: Question, card: GPU) -> Answer | None:
+        n = question.recipe.micro_batch
+        for (family, of, _), (_, law) in reversed(self._laws.items()):
+            if family == family_of(question.recipe) and of == card and law is not None:
+                return Answer(question, law.peak(n), law.trace(n), "law")
+        return None
+
+    def _by_another_card(self, question: Question) -> Answer | None:
+        """Tensors are mostly the same there; workspaces differ, and kernels that only newer cards have."""
+        for other, answer in reversed(self._exact.items()):
+            if other.recipe == _shorter(question.recipe) and isinstance(other.card, GPU):
+                return replace(answer, question=question, reserved=None, fits=None, how=other.card.name)
+        for (family, of, _), (_, law) in reversed(self._laws.items()):
+            if family == family_of(question.recipe) and law is not None:
+                n = question.recipe.micro_batch
+                return Answer(question, law.peak(n), law.trace(n), of.name)
+        return None
+
+    # In the background
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                question = self._todo
+                if question is None:
+                    self._worker = None
+                    return
+                scope = self._scope = Scope()
+            if self._must_wait(question):
+                self._idle.wait(0.1)
+                continue
+            try:
+                with scope:
+                    for update in self._improve(question, scope):
+                        if not self._tell(update):
+                            break
+            except CancelledError:
+                pass
+            except Exception as error:
+                self._tell(Update(question, error=error))
+            with self._lock:
+                if self._todo == question and not scope.cancelled:
+                    self._todo = None
+                    self._answered.set()
+
+    def _tell(self, update: Update) -> bool:
+        """Show it, unless something else is asked by now."""
+        with self._lock:
+            if self._question != update.question:
+                return False
+            answer = update.answer
+            if answer is not None and answer.exact:
+                self._keep(answer)
+            self._show(update)
+            if not update.busy:
+                self._answered.set()
+            return True
+
+    def _improve(self, question: Question, scope: Scope) -> Iterator[Update]:
+        card = question.card
+        if card is None:
+            yield from self._measured(question, scope)
+            return
+        card.left_for_pytorch(question.in_use)  # refuses a card that is full already
+        answer = self._known(question)
+        if answer is None:
+            if quick := self._quick_reserved(question, card):
+                yield Update(question, quick, busy=not quick.exact)
+                answer = quick
+            if answer is None or not answer.exact:
+                answer = _of_plan(question, self._plan(question))
+                yield Update(question, answer)
+        if not answer.fits:
+            yield Update(question, changes=single_changes(self._task, question.recipe, card, question.in_use, n=4))
+        base, _ = self._law_of(question, card)
+        yield Update(question, largest=base.max_micro_batch)
+        for neighbour in _other_windows(question.recipe):  # accumulation answers at once then
+            beside = replace(question, recipe=neighbour)
+            if self._idle.is_set() and self._known(beside) is None:
+                self._keep(_of_plan(beside, self._plan(beside)))
+
+    def _quick_reserved(self, question: Question, card: GPU) -> Answer | None:
+        """By the law with what is reserved: exact where the law is."""
+        base, law = self._laws.get((family_of(question.recipe), card, question.in_use), (None, None))
+        if base is None or law is None:
+            return None
+        n = question.recipe.micro_batch
+        point = base.law(n, quick=True)
+        how = "traced" if point.exact else "law"
+        return Answer(question, point.allocated, law.trace(n), how, point.reserved, point.fits)
+
+    def _plan(self, question: Question) -> Plan:
+        """Windows of more micro-batches need what those of `MICRO_BATCHES` need, and share their traces."""
+        return plan(self._task, _shorter(question.recipe), question.card, question.in_use)
+
+    def _law_of(self, question: Question, card: GPU) -> tuple[Plan, MemoryLaw | None]:
+        key = family_of(question.recipe), card, question.in_use
+        if key not in self._laws:
+            base = self._plan(question)
+            self._laws[key] = base, base.memory_law
+        return self._laws[key]
+
+    def _measured(self, question: Question, scope: Scope) -> Iterator[Update]:
+        """Two recorded steps on this machine."""
+        if answer := self._known(question):
+            yield Update(question, answer)
+            return
+        options: dict[str, Any] = {"steps": 2, "device": question.place, "progress": False}
+        result = run(self._task, question.recipe, on_step=lambda _: scope.cancelled or not self._idle.is_set(), **options)
+        if result.status == "finished" and result.trace is not None:
+            yield Update(question, Answer(question, result.peak or 0, result.trace, "measured"))
+        else:  # something newer, or a run that goes first
+            scope.cancel()
+
+
+def _key(question: Question) -> Question:
+    """What questions with the same answer have in common."""
+    if question.card is None:
+        return question
+    return replace(question, recipe=_shorter(question.recipe))
+
+
+def family_of(recipe: Recipe) -> Recipe:
+    """Recipes that share a law: any micro-batch, and any window of `MICRO_BATCHES` or more."""
+    return _shorter(recipe.with_(micro_batch=1))
+
+
+def _shorter(recipe: Recipe) -> Recipe:
+    return recipe.with_(accumulation=min(recipe.accumulation, MICRO_BATCHES))
+
+
+def _other_windows(recipe: Recipe) -> list[Recipe]:
+    """The recipe with the accumulations that have other laws, where they exclude nothing."""
+    mine = min(recipe.accumulation, MICRO_BATCHES)
+    others = [n for n in range(1, MICRO_BATCHES + 1) if n != mine]
+    return [recipe.with_(accumulation=n) for n in others if not conflicts(**asdict(recipe) | {"accumulation": n})]
+
+
+def _of_plan(question: Question, planned: Plan) -> Answer:
+    return Answer(question, planned.allocated, planned.trace, "traced", planned.reserved, planned.fits)
+
+
+def settled(since: float, seconds: float = 0.7) -> bool:
+    """Whether something has stood long enough for a person to have looked at it."""
+    return time.monotonic() - since >= seconds
