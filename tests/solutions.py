@@ -40,6 +40,17 @@ def block_bytes(precision: str, h: int, a: int, blocks: int, tokens: int) -> int
 in_two_bytes = Recipe(micro_batch=8, precision="amp-bf16")
 
 
+def ring_bytes(parameters: int, ranks: int) -> int:
+    return 2 * (ranks - 1) * 4 * parameters // ranks
+
+
+def rank_factor(counts: Sequence[int], rank: int) -> float:
+    return len(counts) * counts[rank] / sum(counts)
+
+
+eight_by_two_by_four = Recipe(precision="amp-bf16", parallel="ddp", ranks=4, micro_batch=8, accumulation=2)
+
+
 def weights(counts: Sequence[int]) -> list[float]:
     return [count / sum(counts) for count in counts]
 
@@ -148,6 +159,9 @@ SOLUTIONS: dict[str, Any] = {
     "06.1": scores_of_gpt2,
     "06.2": no_scores_no_logits,
     "06.3": loss_in_pieces,
+    "07.1": ring_bytes,
+    "07.2": rank_factor,
+    "07.3": eight_by_two_by_four,
     "11.1": lora_bytes,
     "11.2": vit_on_12_gib,
     "11.3": scores,
@@ -239,6 +253,19 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         (lambda hidden, weight, target: F.cross_entropy(hidden @ weight.T, target), r"right, peak 48\.00 MiB, target 16\.00 MiB"),
         (lambda hidden, weight, target: loss_in_pieces(hidden, weight, target, 256), r"right, peak 26\.06 MiB, target 16\.00 MiB"),
         (lambda hidden, weight, target: loss_in_pieces(hidden, weight, target) * len(target), "yours is off by"),
+    ],
+    "07.1": [
+        (lambda parameters, ranks: 4 * parameters, r"yours is 497,759,232, right is 746,638,848"),
+        (lambda parameters, ranks: 8 * parameters, r"yours is 995,518,464, right is 746,638,848"),
+    ],
+    "07.2": [
+        (lambda counts, rank: counts[rank] / sum(counts), r"yours is 0\.75, right is 1\.5"),
+        (lambda counts, rank: 1.0, r"yours is 1\.0, right is 1\.5"),
+    ],
+    "07.3": [
+        (Recipe(precision="amp-bf16", parallel="ddp", ranks=4, micro_batch=16), r"target 11\.19 GiB"),
+        (Recipe(precision="amp-bf16", micro_batch=8, accumulation=8), "parallel stays 'ddp', yours has 'none'"),
+        (eight_by_two_by_four.with_(accumulation=8), r"data-parallel ranks stays 64, yours has 256"),
     ],
     "11.1": [
         (lambda layers, r: 12 * sum(r * (i + o) for i, o in layers), "yours is 288, right is 296"),

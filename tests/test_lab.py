@@ -404,7 +404,7 @@ def test_an_out_of_memory_error_is_explained_and_the_next_run_works() -> None:
     lab.wait(60)
     assert status(lab).startswith("out of memory : small ran out of memory: ")
     assert "held by category" in lab.view.details.value
-    assert [row.state for row in lab.compare.rows] == ["0 steps, OutOfMemoryError"]
+    assert [row.state for row in lab.compare.rows] == ["0 steps, out of memory"]
     lab.set(micro_batch=4)
     assert lab.train(2).status == "finished"
     assert lab.view.details.value == ""

@@ -24,6 +24,7 @@ from vramlab.training import train
 CPU = torch.device("cpu")
 TASK = vl.tasks.gpt("nano")
 DDP = vl.Recipe(parallel="ddp", ranks=2, micro_batch=4)
+PIPELINE = vl.Recipe(parallel="pipeline", ranks=2, stages=2, micro_batch=4, accumulation=4)
 PARAMETERS = sum(p.nbytes for p in TASK.model().parameters())
 
 
@@ -103,6 +104,7 @@ def work() -> dict[str, Any]:
         "wrong size": said(lambda: choose_way(DDP.with_(ranks=3), CPU)),
         "ddp": ddp_steps(),
         "run": vl.run(TASK, DDP, steps=1, progress=False).losses,
+        "pipeline": vl.run(TASK, PIPELINE, steps=2, progress=False).trace,
     }
 
 
@@ -172,6 +174,16 @@ def test_a_group_of_another_size_than_the_recipe_is_refused(ranks: list[dict[str
 
 def test_run_inside_a_rank_takes_part_in_one_run(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["run"] == ranks[1]["run"]
+
+
+def test_a_recorder_tells_the_forwards_of_a_pipeline_from_its_backwards(ranks: list[dict[str, Any]]) -> None:
+    """Else what later micro-batches keep for backward would pass for temporary."""
+    one = vl.run(TASK, vl.Recipe(micro_batch=4, accumulation=4), steps=2, device="cpu", progress=False).breakdown.activations
+    for stage, rank in enumerate(ranks):
+        trace = rank["pipeline"]
+        phases = trace.timeline()["phase"]
+        assert ((phases == "forward") & (phases.shift() != "forward")).sum() == 3 + stage  # the first begins with two at once
+        assert one * (0.85 if stage == 0 else 0.45) < trace.breakdown().activations < one
 
 
 # From outside

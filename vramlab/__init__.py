@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vramlab.tasks import Task
     from vramlab.training import train
     from vramlab.virtual.device import virtual_gpu
+    from vramlab.virtual.ranks import virtual_rank
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,7 @@ _HOME = {
     "techniques": "vramlab.techniques",
     "train": "vramlab.training",
     "virtual_gpu": "vramlab.virtual.device",
+    "virtual_rank": "vramlab.virtual.ranks",
 }
 
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "techniques",
     "train",
     "virtual_gpu",
+    "virtual_rank",
 ]
 
 

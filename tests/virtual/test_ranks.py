@@ -226,7 +226,8 @@ def test_without_synchronisation_gradients_lie_beside_the_buckets(pair: VirtualG
     with model.no_sync():
         model(torch.ones(1, 512, device=pair.device)).sum().backward()
     assert not pair.communication().by_kind.get("all-reduce")
-    assert model.module.weight.grad is not None and not model.module.weight.grad._is_view()
+    assert model.module.weight.grad is not None
+    assert not model.module.weight.grad._is_view()
     model(torch.ones(1, 512, device=pair.device)).sum().backward()
     assert pair.communication().by_kind["all-reduce"] == model.module.weight.nbytes
     assert model.module.weight.grad._is_view()
@@ -341,7 +342,8 @@ def test_memory_of_a_stream_is_used_again_on_that_stream_alone() -> None:
         assert card.reserved == reserved + again.nbytes
         assert third.device == card.device
     stream = card.trace.events.stream
-    assert stream is not None and set(stream.tolist()) == {0, other.number}
+    assert stream is not None
+    assert set(stream.tolist()) == {0, other.number}
 
 
 def test_a_replayed_trace_of_a_sharded_model_reserves_what_the_run_did() -> None:
@@ -487,7 +489,8 @@ def test_one_rank_that_does_not_fit_is_enough(plans: dict[str, planning.Plan]) -
     pipeline = plans["pipeline"]
     assert pipeline.ranks[0].fits  # the embedding alone
     crowded = vl.plan(pipeline.task, pipeline.recipe.with_(micro_batch=64), SMALL)
-    assert crowded.ranks[0].fits and not crowded.ranks[1].fits
+    assert crowded.ranks[0].fits
+    assert not crowded.ranks[1].fits
     assert not crowded.fits
     assert "rank 1 the fullest: does not fit" in repr(crowded) or "rank 2 the fullest: does not fit" in repr(crowded)
 
@@ -498,10 +501,12 @@ def test_a_plan_shows_its_ranks(plans: dict[str, planning.Plan]) -> None:
     assert "planned for rank 3 of 4 on RTX 4090: " in repr(plan.ranks[3])
     shown = plan._repr_html_()
     assert shown.count("<tr><td>") == RANKS
-    assert "estimated" in shown and "PCIe 4.0 x16 without P2P" in shown
+    assert "estimated" in shown
+    assert "PCIe 4.0 x16 without P2P" in shown
     assert "NCCL&#x27;s buffers are not counted" in shown
     alone = plan.ranks[0]._repr_html_()
-    assert "<table><tr><th>rank</th>" not in alone and "estimated" in alone
+    assert "<table><tr><th>rank</th>" not in alone
+    assert "estimated" in alone
 
 
 @pytest.mark.parametrize("way", ["fsdp", "zero1"])
@@ -529,11 +534,14 @@ def test_what_moves_a_tensor_to_a_card_may_also_set_its_data() -> None:
         weight = layer.weight
         for tensor in (weight, layer.steps):
             tensor.data = tensor.to(card.device)
-        assert weight is layer.weight and isinstance(weight, nn.Parameter) and weight.requires_grad
+        assert weight is layer.weight
+        assert isinstance(weight, nn.Parameter)
+        assert weight.requires_grad
         assert weight.device == layer.steps.device == card.device
         out = F.linear(torch.ones(2, 8, device=card.device), weight) + layer.steps.sum()
         out.sum().backward()
-        assert weight.grad is not None and weight.grad.device == card.device
+        assert weight.grad is not None
+        assert weight.grad.device == card.device
         weight.data = torch.zeros(8, 8, device=card.device)
         assert weight.shape == (8, 8)
     real = torch.ones(2)

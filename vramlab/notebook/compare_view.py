@@ -118,7 +118,8 @@ class CompareView:
         trace = run.trace
         counters = [c for c in (*(r.counters for r in run.reports), trace.counters if trace else None) if c is not None]
         losses = () if isinstance(run.device, GPU) else tuple(run.losses)
-        state = f"{len(run.reports)} steps, {run.status.split(':')[0]}"
+        ended = run.status.split(":")[0]
+        state = f"{len(run.reports)} steps, {'out of memory' if 'OutOfMemory' in ended else ended}"
         reserved = max((c.reserved for c in counters), default=None)
         loss = losses[-1] if losses else None
         self._add(f"run, {place}", run.recipe, run.peak, reserved, run.throughput, loss, state, run.breakdown, trace, losses)

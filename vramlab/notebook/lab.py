@@ -37,6 +37,7 @@ _idle.set()
 _going: list[Lab] = []  # the lab that trains
 
 HINT = "<p><em>Interactive: run this cell to use it.</em></p>"
+SEEN = 5.0  # seconds that the cell waits for the first answer
 BUSY = "One run at a time: another run is going on in this process. Stop it first."
 
 
@@ -329,6 +330,7 @@ class Lab:
         display({"text/plain": repr(self), "text/html": HINT, "application/vnd.jupyter.widget-view+json": view}, raw=True)
         self._still.show()
         self._guard(self.predict)
+        self._predictor.wait(SEEN)  # the lab is on the page already; a kernel that ends soon would leave no picture
 
 
 class _Still:

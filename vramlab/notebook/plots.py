@@ -91,12 +91,18 @@ def _(run: Run, ax: Axes | None) -> Picture | Axes:
         raise ValueError(f"This run has no recorded step to draw; its status is {run.status!r}.")
     if ax is not None:
         return draw_timeline(ax, run.trace)
-    picture = Picture(11, 3.4)
-    memory, speed, loss = picture.axes_row(2.2, 1, 1)
+    if run.ranks:
+        picture = Picture(11, max(3.4, 1.2 + 0.45 * len(run.ranks)))
+        bars, memory, loss = picture.axes_row(1, 1.3, 0.6)
+        draw_ranks(bars, {f"rank {i}": rank for i, rank in enumerate(run.ranks)})
+        memory.set_title(f"rank {[rank.trace for rank in run.ranks].index(run.trace)}, the fullest")
+    else:
+        picture = Picture(11, 3.4)
+        memory, speed, loss = picture.axes_row(2.2, 1, 1)
+        draw_series(speed, f"{run.task.unit}/s", [r.step for r in run.reports if r.items_per_second is not None], run._speeds())
     draw_timeline(memory, run.trace)
-    draw_series(speed, f"{run.task.unit}/s", [r.step for r in run.reports if r.items_per_second is not None], run._speeds())
     draw_series(loss, "loss", [r.step for r in run.reports], run.losses)
-    draw_legend(picture, [run.trace])
+    draw_legend(picture, [run.trace, *(rank.breakdown for rank in run.ranks)])
     picture.summary = f"{run.task.name}, {run.recipe}: peak {format_bytes(run.peak or 0)}."
     speed_words = f"{run.throughput:,.0f} {run.task.unit}/s." if run.throughput else ""
     picture.details = f"{_words(run.trace)} {speed_words}".strip()
@@ -264,6 +270,7 @@ def _mark_peak(ax: Axes, trace: MemoryTrace, at: int, events: int, unit: int) ->
     where: dict[str, Any] = {"textcoords": "offset points", "ha": "right" if left else "left", "va": "bottom", "path_effects": _HALO}
     cause = _cut(_cause(trace), room)
     value = f"{format_bytes(trace.peak)} in {trace.peak_phase}"
+    value = value if 1.2 * len(value) <= room else format_bytes(trace.peak)  # bold is wider
     aside = -7 if left else 7
     ax.annotate(value, (at, trace.peak / unit), (aside, 14 if cause else 3), fontweight="bold", **where)
     ax.annotate(cause, (at, trace.peak / unit), (aside, 3), color="#333333", fontsize="small", **where)

@@ -156,6 +156,9 @@ class Predictor:
         """A run starts: what is going on is cancelled, and done again when the run has ended if it has to wait for that."""
         with self._lock:
             self._scope.cancel()
+            question = self._todo
+            if question is not None and not self._answered.is_set() and self._must_wait(question):
+                self._show(Update(question, busy=True, waits=True))
 
     def wait(self, timeout: float) -> bool:
         """Block until the newest question has its exact answer, or an error for one."""

@@ -80,7 +80,8 @@ class RunView:
         for widget, (name, points, unit, color) in zip(self.series, lines, strict=True):
             steps, values = [s for s, _ in points], [float(v) for _, v in points]
             if not any(map(math.isfinite, values)):
-                why = "a virtual card computes nothing" if isinstance(run.device, GPU) else "from the third step on"
+                virtual = isinstance(run.device, GPU) and name != "peak"
+                why = "a virtual card computes nothing" if virtual else "no step yet" if name == "peak" else "from the third step on"
                 widget.value = nothing_yet(SERIES, why, name)
             else:
                 widget.value = series(name, steps, values, SERIES, unit=unit, color=color)

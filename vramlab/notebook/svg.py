@@ -134,9 +134,9 @@ def overlay(traces: Sequence[tuple[str, MemoryTrace]], frame: Frame) -> str:
         look = f'fill="none" stroke="{LINES[i % len(LINES)]}" stroke-width="2" stroke-dasharray="{DASHES[i % len(DASHES)]}"'
         body.append(f'<path {look} d="{line}"/>')
         y = frame.top + 14 * i + 4
-        body.append(f'<path {look} d="M{frame.width - 250} {y}h28"/>')
-        words = f"{name}: {format_bytes(int(total.max()))}"
-        body.append(f'<text x="{frame.width - 216}" y="{y + 4}">{html.escape(words[:44])}</text>')
+        body.append(f'<path {look} d="M{frame.width - 280} {y}h28"/>')
+        words = f"{name if len(name) < 32 else name[:30] + '...'}: {format_bytes(int(total.max()))}"
+        body.append(f'<text x="{frame.width - 246}" y="{y + 4}">{html.escape(words)}</text>')
     body.append(f'<text x="{frame.left}" y="12" font-weight="600">memory through one step</text>')
     body.append(_note("from the step's first allocation to its last", frame))
     said = ", ".join(f"{name} {format_bytes(int(t.max(initial=0)))}" for (name, _), t in zip(traces, totals, strict=True))
