@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
 
 import vramlab as vl
 from vramlab.memory.trace import MemoryTrace
@@ -347,6 +348,18 @@ def test_a_trace_comes_back_from_each_rank_and_shows_the_buckets(ranks: list[dic
         held = [(b.parameters, b.gradients, b.buckets) for b in (views.breakdown(), own.breakdown())]
         assert held == [(nbytes, 0, nbytes), (nbytes, nbytes, nbytes)]
         assert own.peak - views.peak == nbytes  # the gradients, beside the buckets
+
+
+def test_a_sampler_that_is_told_the_epoch_deals_out_everything_in_another_order_each_time() -> None:
+    """What the docstring of windows() sends people to: all ranks seed it alike, and tell it the epoch (user case DD-11)."""
+    samplers = [DistributedSampler(range(10), num_replicas=2, rank=rank, seed=3) for rank in range(2)]
+    epochs = []
+    for epoch in range(2):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        epochs.append([list(sampler) for sampler in samplers])
+        assert sorted(sum(epochs[-1], [])) == list(range(10))
+    assert epochs[0] != epochs[1]
 
 
 def test_a_rank_that_has_run_out_waits_for_nobody(ranks: list[dict[str, Any]]) -> None:
