@@ -30,7 +30,17 @@ ABOUT: dict[str, tuple[str, str]] = {
     "chunked loss": ("the head's gradient is there from forward on", "losses"),
 }
 
-SWITCHES = {"precision", "micro_batch", "accumulation", "checkpointing", "optimizer"}  # those of the lab in notebook 00
+TAUGHT = {
+    "precision": "02_mixed_precision",
+    "accumulation": "03_gradient_accumulation",
+    "checkpointing": "04_activation_checkpointing",
+    "adafactor": "05_optimizer_state",
+    "choose": "05_optimizer_state",
+    "in_backward": "05_optimizer_state",
+    "losses": "06_attention_and_loss",
+    "": "10_fit_it",
+}
+"""Module -> the notebook that is about it; all together in the last."""
 
 
 def technique_tables(report: dict[str, Any]) -> str:
@@ -57,7 +67,7 @@ def technique_table(task: dict[str, Any]) -> str:
         difference = row["gradient_difference"]
         same = "same to the bit" if difference == 0 else f"within {difference:.0e}"
         link = f"[`{module}`](vramlab/techniques/{module}.py)" if module else ""
-        shown = "[00](notebooks/00_start_here.ipynb)" if options.keys() <= SWITCHES else ""
+        shown = f"[{TAUGHT[module][:2]}](notebooks/{TAUGHT[module]}.ipynb)"
         time = f"x {row['time_ratio']['median']:.2f}"
         lines.append(f"| {' | '.join([name, written, saved, of_one, cost, time, same, excluded(options), shown, link])} |")
     peaks = f"{format_bytes(plain['peak'])} and {format_bytes(plain['peak_of_one_item'])}"

@@ -128,6 +128,33 @@ def loss_in_pieces(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Ten
     return torch.stack([checkpoint(summed, h, t, use_reentrant=False) for h, t in pieces]).sum() / len(target)
 
 
+sixteen_of_xl = Recipe(
+    precision="amp-bf16", micro_batch=4, accumulation=4, checkpointing="blocks", loss_chunks=8, offload="optimizer", optimizer_impl="fused"
+)
+
+three_in_fp32 = Recipe(
+    precision="amp-bf16",
+    micro_batch=2,
+    optimizer="adafactor",
+    optimizer_impl="loop",
+    optimizer_in_backward=True,
+    checkpointing="blocks",
+    loss_chunks=8,
+    offload="activations",
+)
+
+four_small_cards = Recipe(
+    precision="amp-bf16",
+    micro_batch=1,
+    accumulation=4,
+    optimizer_impl="fused",
+    checkpointing="blocks",
+    loss_chunks=8,
+    parallel="fsdp",
+    ranks=4,
+)
+
+
 def lora_bytes(layers: Sequence[tuple[int, int]], r: int) -> int:
     return (4 + 8) * sum(r * (i + o) for i, o in layers) + 4 * 2 * len(layers)
 
@@ -162,6 +189,9 @@ SOLUTIONS: dict[str, Any] = {
     "07.1": ring_bytes,
     "07.2": rank_factor,
     "07.3": eight_by_two_by_four,
+    "10.1": sixteen_of_xl,
+    "10.2": three_in_fp32,
+    "10.3": four_small_cards,
     "11.1": lora_bytes,
     "11.2": vit_on_12_gib,
     "11.3": scores,
@@ -266,6 +296,19 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         (Recipe(precision="amp-bf16", parallel="ddp", ranks=4, micro_batch=16), r"target 11\.19 GiB"),
         (Recipe(precision="amp-bf16", micro_batch=8, accumulation=8), "parallel stays 'ddp', yours has 'none'"),
         (eight_by_two_by_four.with_(accumulation=8), r"data-parallel ranks stays 64, yours has 256"),
+    ],
+    "10.1": [
+        (sixteen_of_xl.with_(offload="none"), r"peak .* GiB reserved, target 23\.08 GiB"),
+        (sixteen_of_xl.with_(accumulation=1), r"micro_batch \* accumulation stays 16, yours has 4"),
+    ],
+    "10.2": [
+        (three_in_fp32.with_(offload="none"), r"peak 25\.23 GiB reserved, target 23\.08 GiB"),
+        (three_in_fp32.with_(precision="bf16"), "precision stays 'amp-bf16', yours has 'bf16'"),
+    ],
+    "10.3": [
+        (four_small_cards.with_(micro_batch=4, accumulation=1, checkpointing="none", loss_chunks=1), "peak 39\\.48 GiB reserved"),
+        (four_small_cards.with_(ranks=2), "ranks stays 4, yours has 2"),
+        (four_small_cards.with_(accumulation=1), r"data-parallel ranks stays 16, yours has 4"),
     ],
     "11.1": [
         (lambda layers, r: 12 * sum(r * (i + o) for i, o in layers), "yours is 288, right is 296"),

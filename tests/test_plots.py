@@ -24,6 +24,7 @@ from vramlab.gpus import gpu
 from vramlab.memory.trace import Category, Events, MemoryBreakdown, MemoryTrace, Phase
 from vramlab.notebook import plots
 from vramlab.notebook.style import Picture, painted
+from vramlab.parallel.timeline import Timeline, Work
 from vramlab.training import StepReport
 
 TASK = vl.Task(lambda: nn.Linear(2, 2), lambda n, d: torch.randn(n, 2), lambda m, b: (m(b).sum(), len(b)), "rows", "rows task")
@@ -448,3 +449,36 @@ def test_long_labels_leave_room_for_the_bars() -> None:
     assert max(len(line) for label in memory.get_yticklabels() for line in label.get_text().splitlines()) <= 40
     picture.png()  # laid out
     assert memory.get_position().width > 0.35
+
+
+# A pipeline's work
+
+ONE_AFTER_THE_OTHER = Timeline(
+    (Work(0, 0, "forward", 0, 1.0, 1.5), Work(1, 1, "forward", 0, 1.5, 2.0), Work(1, 1, "backward", 0, 2.0, 3.0))
+)
+
+
+def test_a_timeline_shows_each_work_as_long_as_it_took_and_how_long_each_rank_waits() -> None:
+    picture = plots.plot(ONE_AFTER_THE_OTHER)
+    (ax,) = picture.axes
+    blocks = [
+        (patch.get_y() + patch.get_height() / 2, patch.get_x(), patch.get_width(), to_hex(patch.get_facecolor())) for patch in ax.patches
+    ]
+    forward, backward = (plots.WORK_COLORS[kind].lower() for kind in ("forward", "backward"))
+    assert blocks == [(0, 0, 500, forward), (1, 500, 500, forward), (1, 1000, 1000, backward)]
+    assert [text.get_text() for text in ax.texts] == ["0", "75% idle", "0", "0", "25% idle"]
+    assert repr(picture) == "Who computes when: 2 s, idle rank 0 75%, rank 1 25%."
+
+
+def test_several_timelines_share_the_scale_of_time() -> None:
+    short = Timeline((Work(0, 0, "forward", 0, 0.0, 0.5),))
+    picture = plots.plot({"long": ONE_AFTER_THE_OTHER, "short": short})
+    assert [ax.get_title(loc="left") for ax in picture.axes] == ["long", "short"]
+    assert picture.axes[0].get_xlim() == picture.axes[1].get_xlim()
+    assert picture.axes[0].get_xlim()[1] > 2000
+
+
+def test_a_timeline_is_drawn_into_axes_and_an_empty_one_too() -> None:
+    ax = Picture(4, 2).axes_row(1)[0]
+    assert plots.plot(ONE_AFTER_THE_OTHER, ax) is ax
+    assert plots.plot(Timeline()).png()

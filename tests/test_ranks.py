@@ -209,6 +209,20 @@ def test_the_command_line_trains_in_ranks() -> None:
     assert answer["breakdown"]["buckets"] == PARAMETERS
 
 
+def test_the_command_line_plans_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "nano", "--gpu", "RTX 4090", "--parallel", "pipeline", "--ranks", "2", "--stages", "2", "--accumulation", "2"]
+    assert main([*words, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in answer["ranks"]] == [0, 1]
+    assert answer["reserved"] == max(rank["reserved"] for rank in answer["ranks"])
+    assert all(rank["sent"] > 0 and rank["fits"] for rank in answer["ranks"])
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[lines.index("rank    allocated     reserved   sent a step") + 1 :][:2]
+    assert [line.split()[0] for line in table] == ["0", "1"]
+    assert all(line.endswith("fits") and len(line) < 80 for line in table)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -48,6 +48,7 @@ SCHEMAS: dict[str, dict[str, tuple[str, str]]] = {
         "fits_with_expandable_segments": ("true, false or null", "if it does not fit: whether it does so; else null"),
         "max_micro_batch": ("number or null", "the largest that fits; null without --max-micro-batch"),
         "breakdown": ("object", _CATEGORIES),
+        "ranks": ("list", "of objects, one a rank: rank, allocated, reserved, fits, and sent (bytes a step); empty for one card"),
         "changes": ("list or null", "the best single changes to the recipe, planned: words, options, allocated, reserved, fits"),
         "cause": ("object", "phase, operator, module and line that set the peak"),
         "holders": ("list", f"the {HOLDERS} lines of code that hold most at the peak: line, bytes"),
@@ -112,6 +113,10 @@ def plan_answer(model: str, plan: Plan, *, max_micro_batch: bool = False, change
         "fits_with_expandable_segments": None if plan.fits else plan.fits_with_expandable_segments,
         "max_micro_batch": plan.max_micro_batch if max_micro_batch else None,
         "breakdown": dict(plan.breakdown.items()),
+        "ranks": [
+            {"rank": rank.rank, "allocated": rank.allocated, "reserved": rank.reserved, "fits": rank.fits, "sent": rank.communication.wire}
+            for rank in plan.ranks
+        ],
         "changes": [vars(change) for change in plan.changes] if changes else None,
         "cause": plan.cause,
         "holders": [{"line": row["line"], "bytes": int(row["bytes"])} for row in plan.holders(HOLDERS).to_dict("records")],
@@ -190,6 +195,8 @@ def plan_text(answer: Mapping[str, Any], title: str) -> str:
     ]
     if answer["changes"] is not None:
         parts.append("\n".join(["one change to the recipe, planned again", *map(_change, answer["changes"])]))
+    if answer["ranks"]:
+        parts.insert(3, "\n".join([f"{'rank':>4}{'allocated':>13}{'reserved':>13}{'sent a step':>14}", *map(_rank, answer["ranks"])]))
     parts += [wrapped(f"Note: {note}.") for note in answer["notes"]]
     if answer["max_micro_batch"] is not None:
         parts.insert(2, f"the largest micro-batch that fits: {answer['max_micro_batch']}")
@@ -241,6 +248,11 @@ def lab_text(answer: Mapping[str, Any]) -> str:
 
 def _change(change: Mapping[str, Any]) -> str:
     return wrapped(f"  {'fits' if change['fits'] else 'no':4}  {format_bytes(change['reserved']):>11} reserved  {change['words']}", 29)
+
+
+def _rank(rank: Mapping[str, Any]) -> str:
+    sizes = f"{format_bytes(rank['allocated']):>13}{format_bytes(rank['reserved']):>13}{format_bytes(rank['sent']):>14}"
+    return f"{rank['rank']:>4}{sizes}  {'fits' if rank['fits'] else 'does not fit'}"
 
 
 def _bars(title: str, breakdown: Mapping[str, int]) -> str:

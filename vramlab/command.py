@@ -209,7 +209,8 @@ def _plan(options: argparse.Namespace) -> int:
 
         found = plan(named_task(options.model, options.sequence), recipe, card, held)
         answer = answers.plan_answer(options.model, found, max_micro_batch=options.max_micro_batch, changes=options.changes)
-    title = f"{found.task.name}\n{recipe}\nplanned for {card}" + (f", of which others hold {options.in_use}" if held else "")
+    cards = str(card) if recipe.ranks == 1 else f"{recipe.ranks} x {card}"
+    title = f"{found.task.name}\n{recipe}\nplanned for {cards}" + (f", of which others hold {options.in_use}" if held else "")
     _print(answer, answers.plan_text(answer, title), options)
     return 0 if found.fits else 1
 

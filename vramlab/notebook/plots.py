@@ -18,12 +18,14 @@ from vramlab.experiments import Comparison, Run, recipe_labels
 from vramlab.gpus import GPU
 from vramlab.memory.trace import Category, MemoryBreakdown, MemoryTrace
 from vramlab.notebook.style import CARD, Picture, byte_unit, painted, styled
+from vramlab.parallel.timeline import Timeline
 from vramlab.planning import LawCurve, Plan
 from vramlab.units import GiB, KiB, MiB, format_bytes
 
 WORDS = 50  # points above the peak, for three lines of text
 SIDE_BY_SIDE = 4  # timelines below a comparison
 PHASE_SHADES = {"forward": "#ffffff", "backward": "#f1f3f5", "step": "#e3e7ea", "build": "#fafafa"}
+WORK_COLORS = {"forward": "#56B4E9", "backward": "#0072B2"}
 _LABELS = [c.label for c in Category]
 POINTS = 2000  # more than a picture has columns
 
@@ -36,7 +38,8 @@ def plot(thing: Any, ax: Axes | None = None) -> Picture | Axes:
             its value and cause. A `MemoryBreakdown`: a stacked bar. A `Plan`: its last step and where the card ends; with
             ranks also a bar for each. ``plan.curve()``: planned bytes over the micro-batch. A `Run`: memory, speed and loss.
             A `Comparison`: a bar and a speed for each recipe, and the timelines of the first four on one axis. A mapping or a
-            sequence of traces, breakdowns, plans or runs, one a rank: a bar for each at its own peak.
+            sequence of traces, breakdowns, plans or runs, one a rank: a bar for each at its own peak. A pipeline's `Timeline`, or a
+            mapping of some: who computes which micro-batch when, and how long each rank waits.
         ax: axes to draw into, with the look they have: the memory alone, of several ranks the bars. None makes a new picture,
             which a notebook shows.
 
@@ -54,7 +57,7 @@ def plot(thing: Any, ax: Axes | None = None) -> Picture | Axes:
 @singledispatch
 def _plot(thing: Any, ax: Axes | None) -> Picture | Axes:
     raise TypeError(
-        "plot() draws a MemoryTrace, MemoryBreakdown, Run, Comparison, Plan, its curve(), or those of several ranks, "
+        "plot() draws a MemoryTrace, MemoryBreakdown, Run, Comparison, Plan, its curve(), a Timeline, or those of several ranks, "
         f"got {type(thing).__name__}."
     )
 
@@ -175,6 +178,8 @@ def _(comparison: Comparison, ax: Axes | None) -> Picture | Axes:
 def _(ranks: Any, ax: Axes | None) -> Picture | Axes:
     if not isinstance(ranks, Mapping):
         ranks = {f"rank {i}": item for i, item in enumerate(ranks)}
+    if ranks and ax is None and all(isinstance(item, Timeline) for item in ranks.values()):
+        return _timelines(ranks)
     if not ranks or not all(isinstance(item, MemoryTrace | MemoryBreakdown | Plan | Run) for item in ranks.values()):
         kinds = sorted({type(item).__name__ for item in ranks.values()})
         raise (ValueError if not ranks else TypeError)(
@@ -189,6 +194,55 @@ def _(ranks: Any, ax: Axes | None) -> Picture | Axes:
     draw_legend(picture, breakdowns.values())
     picture.summary = "Peaks: " + ", ".join(f"{name} {format_bytes(b.total)}" for name, b in breakdowns.items()) + "."
     return picture
+
+
+@_plot.register
+def _(timeline: Timeline, ax: Axes | None) -> Picture | Axes:
+    return draw_work(ax, timeline) if ax is not None else _timelines({"": timeline})
+
+
+def _timelines(timelines: Mapping[Any, Timeline]) -> Picture:
+    """One below the other, on one scale of time."""
+    rows = [max(1, len(timeline.ranks)) for timeline in timelines.values()]
+    picture = Picture(9, 0.9 + sum(0.5 + 0.32 * n for n in rows))
+    grid = picture.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=[n + 0.8 for n in rows])
+    for ax, (name, timeline) in zip(grid[:, 0], timelines.items(), strict=True):
+        draw_work(ax, timeline)
+        ax.set_title(str(name))
+        if ax is not grid[-1, 0]:
+            ax.set_xlabel("")
+    end = max(timeline.seconds for timeline in timelines.values())
+    grid[0, 0].set_xlim(0, 1000 * end * 1.12 or 1)
+    handles = [Patch(facecolor=color, label=kind) for kind, color in WORK_COLORS.items()]
+    picture.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    words = [f"{name} {timeline.seconds:.3g} s, idle {_idle_words(timeline)}".strip() for name, timeline in timelines.items()]
+    picture.summary = f"Who computes when: {'; '.join(words)}."
+    return picture
+
+
+def _idle_words(timeline: Timeline) -> str:
+    return ", ".join(f"rank {rank} {share:.0%}" for rank, share in timeline.idle.items())
+
+
+def draw_work(ax: Axes, timeline: Timeline) -> Axes:
+    """A row for each rank, a block for each forward and backward with its micro-batch's number, and the idle share at the end."""
+    begin = min((work.start for work in timeline.works), default=0.0)
+    per_character = 1.12 * timeline.seconds / max(1.0, _characters(ax))  # seconds
+    for row, rank in enumerate(timeline.ranks):
+        for work in timeline.of(rank):
+            start = 1000 * (work.start - begin)
+            color = WORK_COLORS[work.kind]
+            ax.barh(row, 1000 * work.seconds, left=start, height=0.8, color=color, edgecolor="white", linewidth=0.6)
+            if work.seconds > 1.5 * per_character * len(str(work.micro_batch)):
+                where: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": "small"}
+                ax.text(
+                    start + 500 * work.seconds, row, str(work.micro_batch), color="white" if work.kind == "backward" else "black", **where
+                )
+        ax.annotate(f"{timeline.idle[rank]:.0%} idle", (1000 * timeline.seconds, row), (4, 0), textcoords="offset points", va="center")
+    ax.set_yticks(range(len(timeline.ranks)), [f"rank {rank}" for rank in timeline.ranks])
+    ax.tick_params(axis="y", length=0)
+    ax.set(xlabel="milliseconds", xlim=(0, 1120 * timeline.seconds or 1), ylim=(max(1, len(timeline.ranks)) - 0.5, -0.5))
+    return ax
 
 
 def _breakdown_of(item: MemoryTrace | MemoryBreakdown | Plan | Run) -> MemoryBreakdown:
