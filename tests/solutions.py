@@ -51,6 +51,21 @@ def rank_factor(counts: Sequence[int], rank: int) -> float:
 eight_by_two_by_four = Recipe(precision="amp-bf16", parallel="ddp", ranks=4, micro_batch=8, accumulation=2)
 
 
+def enough_micro_batches(stages: int, percent: int) -> int:
+    return -(-(stages - 1) * (100 - percent) // percent)
+
+
+def in_flight(schedule: str, stage: int, stages: int, micro_batches: int) -> int:
+    if schedule == "naive":
+        return 1
+    return min(stages - stage if schedule == "1f1b" else micro_batches, micro_batches)
+
+
+large_in_four_stages = Recipe(
+    precision="amp-bf16", parallel="pipeline", ranks=4, stages=4, micro_batch=1, accumulation=16, optimizer_impl="fused"
+)
+
+
 def weights(counts: Sequence[int]) -> list[float]:
     return [count / sum(counts) for count in counts]
 
@@ -192,6 +207,9 @@ SOLUTIONS: dict[str, Any] = {
     "10.1": sixteen_of_xl,
     "10.2": three_in_fp32,
     "10.3": four_small_cards,
+    "08.1": enough_micro_batches,
+    "08.2": in_flight,
+    "08.3": large_in_four_stages,
     "11.1": lora_bytes,
     "11.2": vit_on_12_gib,
     "11.3": scores,
@@ -306,9 +324,22 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         (three_in_fp32.with_(precision="bf16"), "precision stays 'amp-bf16', yours has 'bf16'"),
     ],
     "10.3": [
-        (four_small_cards.with_(micro_batch=4, accumulation=1, checkpointing="none", loss_chunks=1), "peak 39\\.48 GiB reserved"),
+        (four_small_cards.with_(micro_batch=4, accumulation=1, checkpointing="none", loss_chunks=1), r"peak 39\.48 GiB reserved"),
         (four_small_cards.with_(ranks=2), "ranks stays 4, yours has 2"),
         (four_small_cards.with_(accumulation=1), r"data-parallel ranks stays 16, yours has 4"),
+    ],
+    "08.1": [
+        (lambda stages, percent: (stages - 1) * (100 - percent) // percent, r"for 3, 30 yours is 4, right is 5"),
+        (lambda stages, percent: -(-(stages - 1) * 100 // percent), r"for 4, 10 yours is 30, right is 27"),
+    ],
+    "08.2": [
+        (lambda schedule, stage, stages, micro_batches: micro_batches, r"for 'naive', 0, 4, 8 yours is 8, right is 1"),
+        (lambda *a: {"naive": 1, "gpipe": a[3], "1f1b": a[2] - a[1]}[a[0]], r"for '1f1b', 0, 4, 2 yours is 4, right is 2"),
+    ],
+    "08.3": [
+        (large_in_four_stages.with_(parallel="ddp", stages=1, accumulation=4), r"target 11\.19 GiB"),
+        (large_in_four_stages.with_(schedule="gpipe"), r"target 11\.19 GiB"),
+        (large_in_four_stages.with_(checkpointing="blocks"), "checkpointing stays 'none', yours has 'blocks'"),
     ],
     "11.1": [
         (lambda layers, r: 12 * sum(r * (i + o) for i, o in layers), "yours is 288, right is 296"),

@@ -35,7 +35,7 @@ class Rows:
 def rows_of(events: Events) -> Rows:
     """The rows of a trace."""
     pairs: list[tuple[Hashable, int]] = list(zip(events.storage.tolist(), events.nbytes.tolist(), strict=True))
-    begin, end = (events.steps[-2][0], events.steps[-1][0]) if len(events.steps) > 1 else (len(pairs), len(pairs))
+    begin, end = events.last_step() or (len(pairs), len(pairs))
     return Rows(pairs, events.moves, begin, end, streams_of(events))
 
 

@@ -128,6 +128,14 @@ class Events:
     """``file:line``; empty where lines were not followed."""
     stream: np.ndarray | None = None  # int32: the CUDA stream whose memory the storage is; None: 0, the default, for all
 
+    def last_step(self) -> tuple[int, int] | None:
+        """Where the last optimizer step begins, at the end of the one before, and ends; None without two.
+
+        In backward each parameter has an optimizer of its own: then from the last one's step to its next.
+        """
+        ends = [end for end, optimizer in self.steps if optimizer == self.steps[-1][1]]
+        return (ends[-2], ends[-1]) if len(ends) > 1 else None
+
 
 _none = np.zeros(0, np.int64)
 NO_EVENTS = Events(_none, _none, _none, _none, _none, _none, ("",), ("",))
@@ -307,11 +315,8 @@ class MemoryTrace:
 
     def last_step(self) -> MemoryTrace:
         """The last optimizer step alone: what was there before it counts as having existed before. Without two steps: the whole trace."""
-        events = self.events
-        ends = [end for end, optimizer in events.steps if optimizer == events.steps[-1][1]]  # in backward each parameter has its own
-        if len(ends) < 2:
-            return self
-        return MemoryTrace(replace(events, seeds=ends[-2]), self.device, self.counters)
+        begin_end = self.events.last_step()
+        return self if begin_end is None else MemoryTrace(replace(self.events, seeds=begin_end[0]), self.device, self.counters)
 
     def _live(self, at: str | int) -> pd.DataFrame:
         """One row for each storage alive at a moment, with what allocated it."""
