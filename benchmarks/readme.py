@@ -154,7 +154,8 @@ def judge_line(report: dict[str, Any]) -> str:
     return (
         f"The strictest judge is PyTorch's own host code: torch {report['torch']} with its CUDA allocator, autocast and autograd thread, "
         f"over a CUDA runtime that hands out addresses and starts no kernel. Over {count['rows']} steps ({cards} cards; precision, "
-        "checkpointing, optimizers, offloading, models of this package and of transformers) peak allocated is equal to the byte in "
+        "checkpointing, optimizers, offloading, ranks of FSDP and pipelines, models of this package and of transformers) peak "
+        "allocated is equal to the byte in "
         f"{count['equal in allocated']}, peak reserved in {count['equal in reserved']}. `python benchmarks/judge/run.py` needs gcc and a "
         "CUDA build of PyTorch, and no card."
     )

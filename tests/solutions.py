@@ -66,6 +66,18 @@ large_in_four_stages = Recipe(
 )
 
 
+def half_states(parameters: int, ranks: int, stage: int) -> float:
+    whole = [16, 4, 2, 0][stage]
+    return whole * parameters + (16 - whole) * parameters / ranks
+
+
+def shard_bytes(shapes: Sequence[torch.Size], ranks: int) -> int:
+    return sum(4 * -(-shape[0] // ranks) * shape[1:].numel() for shape in shapes)
+
+
+xl_in_shards = Recipe(precision="amp-bf16", parallel="fsdp", ranks=4, micro_batch=2, optimizer_impl="fused", checkpointing="blocks")
+
+
 def weights(counts: Sequence[int]) -> list[float]:
     return [count / sum(counts) for count in counts]
 
@@ -204,12 +216,15 @@ SOLUTIONS: dict[str, Any] = {
     "07.1": ring_bytes,
     "07.2": rank_factor,
     "07.3": eight_by_two_by_four,
-    "10.1": sixteen_of_xl,
-    "10.2": three_in_fp32,
-    "10.3": four_small_cards,
     "08.1": enough_micro_batches,
     "08.2": in_flight,
     "08.3": large_in_four_stages,
+    "09.1": half_states,
+    "09.2": shard_bytes,
+    "09.3": xl_in_shards,
+    "10.1": sixteen_of_xl,
+    "10.2": three_in_fp32,
+    "10.3": four_small_cards,
     "11.1": lora_bytes,
     "11.2": vit_on_12_gib,
     "11.3": scores,
@@ -315,19 +330,6 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         (Recipe(precision="amp-bf16", micro_batch=8, accumulation=8), "parallel stays 'ddp', yours has 'none'"),
         (eight_by_two_by_four.with_(accumulation=8), r"data-parallel ranks stays 64, yours has 256"),
     ],
-    "10.1": [
-        (sixteen_of_xl.with_(offload="none"), r"peak .* GiB reserved, target 23\.08 GiB"),
-        (sixteen_of_xl.with_(accumulation=1), r"micro_batch \* accumulation stays 16, yours has 4"),
-    ],
-    "10.2": [
-        (three_in_fp32.with_(offload="none"), r"peak 25\.23 GiB reserved, target 23\.08 GiB"),
-        (three_in_fp32.with_(precision="bf16"), "precision stays 'amp-bf16', yours has 'bf16'"),
-    ],
-    "10.3": [
-        (four_small_cards.with_(micro_batch=4, accumulation=1, checkpointing="none", loss_chunks=1), r"peak 39\.48 GiB reserved"),
-        (four_small_cards.with_(ranks=2), "ranks stays 4, yours has 2"),
-        (four_small_cards.with_(accumulation=1), r"data-parallel ranks stays 16, yours has 4"),
-    ],
     "08.1": [
         (lambda stages, percent: (stages - 1) * (100 - percent) // percent, r"for 3, 30 yours is 4, right is 5"),
         (lambda stages, percent: -(-(stages - 1) * 100 // percent), r"for 4, 10 yours is 30, right is 27"),
@@ -340,6 +342,35 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         (large_in_four_stages.with_(parallel="ddp", stages=1, accumulation=4), r"target 11\.19 GiB"),
         (large_in_four_stages.with_(schedule="gpipe"), r"target 11\.19 GiB"),
         (large_in_four_stages.with_(checkpointing="blocks"), "checkpointing stays 'none', yours has 'blocks'"),
+    ],
+    "09.1": [
+        (lambda parameters, ranks, stage: 16 * parameters / ranks, r"for 7500000000, 64, 0 yours is 1,875,000,000\.0"),
+        (
+            lambda parameters, ranks, stage: 16.0 * parameters,
+            r"for 7500000000, 64, 1 yours is 120,000,000,000\.0, right is 31,406,250,000\.0",
+        ),
+    ],
+    "09.2": [
+        (lambda shapes, ranks: sum(4 * shape.numel() for shape in shapes) // ranks, r"yours is 38,597,376, right is 38,599,680"),
+        (lambda shapes, ranks: sum(4 * -(-shape.numel() // ranks) for shape in shapes), r"yours is 38,597,376, right is 38,599,680"),
+    ],
+    "09.3": [
+        (xl_in_shards.with_(checkpointing="none"), r"target 11\.19 GiB"),
+        (xl_in_shards.with_(parallel="zero1"), r"target 11\.19 GiB"),
+        (xl_in_shards.with_(offload="optimizer"), "offload stays 'none', yours has 'optimizer'"),
+    ],
+    "10.1": [
+        (sixteen_of_xl.with_(offload="none"), r"peak .* GiB reserved, target 23\.08 GiB"),
+        (sixteen_of_xl.with_(accumulation=1), r"micro_batch \* accumulation stays 16, yours has 4"),
+    ],
+    "10.2": [
+        (three_in_fp32.with_(offload="none"), r"peak 25\.23 GiB reserved, target 23\.08 GiB"),
+        (three_in_fp32.with_(precision="bf16"), "precision stays 'amp-bf16', yours has 'bf16'"),
+    ],
+    "10.3": [
+        (four_small_cards.with_(micro_batch=4, accumulation=1, checkpointing="none", loss_chunks=1), r"peak 39\.48 GiB reserved"),
+        (four_small_cards.with_(ranks=2), "ranks stays 4, yours has 2"),
+        (four_small_cards.with_(accumulation=1), r"data-parallel ranks stays 16, yours has 4"),
     ],
     "11.1": [
         (lambda layers, r: 12 * sum(r * (i + o) for i, o in layers), "yours is 288, right is 296"),

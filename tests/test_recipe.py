@@ -7,6 +7,7 @@ import pickle
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -173,6 +174,14 @@ def test_a_switch_is_true_or_false(option: str, value: object) -> None:
 def test_a_count_is_a_whole_number_of_at_least_1(option: str, value: object) -> None:
     with pytest.raises(ValueError, match=re.escape(f"Recipe.{option} is a whole number of at least 1, got {value!r}.")):
         Recipe(**{option: value})
+
+
+@pytest.mark.parametrize("option", COUNTS)
+def test_a_count_from_numpy_is_a_whole_number_too(option: str) -> None:
+    (given,) = np.arange(1, 2)
+    recipe = Recipe(**{option: given})
+    assert type(getattr(recipe, option)) is int
+    assert recipe == Recipe(**{option: 1})
 
 
 @pytest.mark.parametrize("option", ["loss_scale", "clip_norm"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import operator
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
@@ -90,6 +91,10 @@ class Recipe:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(field.default) is int and not isinstance(value, int) and hasattr(value, "__index__"):
+                object.__setattr__(self, field.name, operator.index(value))  # NumPy's whole numbers, from an arange say
         problems = _bad_values(self) or [str(c) for c in conflicts(**asdict(self))]
         if problems:
             raise ValueError("\n".join(problems))

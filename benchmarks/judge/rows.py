@@ -56,7 +56,7 @@ LIBRARY = ("gpt2", "bert", "distilbert", "llama", "t5", "qwen3", "gemma2", "mist
 
 def rows() -> list[Row]:
     """All of them, each with an id of its own."""
-    return [*_tasks(), *_library()]
+    return [*_tasks(), *_library(), *_ranks()]
 
 
 def _tasks() -> Iterator[Row]:
@@ -97,3 +97,27 @@ def _library() -> Iterator[Row]:
             card = "T4" if options.get("amp") == "fp16" else "H100 SXM" if options.get("mask") else "RTX 4090"
             words = " ".join(name if value is True else f"{name}={value}" for name, value in options.items())
             yield {"id": f"{card}, transformers {model}, {words or 'fp32'}", "card": card, "model": model, "options": options}
+
+
+WAYS: tuple[dict[str, Any], ...] = (
+    {"parallel": "zero2", "ranks": 4},
+    {"parallel": "zero2", "ranks": 4, "accumulation": 2, "optimizer_impl": "fused"},
+    {"parallel": "fsdp", "ranks": 4},
+    {"parallel": "fsdp", "ranks": 4, "accumulation": 2, "clip_norm": 1.0},
+    {"parallel": "fsdp", "ranks": 4, "checkpointing": "blocks"},
+    {"parallel": "fsdp", "ranks": 4, "checkpointing": "selective", "loss_chunks": 4},
+    {"parallel": "fsdp", "ranks": 4, "optimizer_in_backward": True},
+    {"parallel": "fsdp", "ranks": 4, "offload": "optimizer"},
+    {"parallel": "pipeline", "ranks": 2, "stages": 2, "accumulation": 4, "schedule": "gpipe"},
+    {"parallel": "hybrid", "ranks": 4, "stages": 2, "accumulation": 2, "schedule": "gpipe"},
+)
+"""Without DDP, whose reducer waits for an answer from other ranks, and 1F1B, where it counts how long NCCL holds what it sends."""
+
+
+def _ranks() -> Iterator[Row]:
+    """One rank of several; of a pipeline each stage."""
+    for way in WAYS:
+        for precision in ("fp32", "amp-bf16"):
+            for rank in range(way.get("stages", 1)):
+                row = _task("RTX 4090", "gpt", "mini", {}, {"precision": precision, **way})
+                yield row | {"id": f"{row['id']}, rank {rank}", "rank": rank}

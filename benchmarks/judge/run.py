@@ -95,7 +95,7 @@ def ordered(events: list[Any]) -> list[Any]:
 
 def fact(row: Row) -> Row:
     """What is kept of a row: what was run and what the real allocator counted."""
-    keys = ("id", "card", "task", "recipe", "model", "options")
+    keys = ("id", "card", "task", "recipe", "rank", "model", "options")
     steps = row["real"]["steps"]
     kept = {key: row[key] for key in keys if key in row}
     return kept | {"allocated": [s[0] for s in steps], "reserved": [s[1] for s in steps], "between": [s[2] for s in steps]}

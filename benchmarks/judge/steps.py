@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import vramlab as vl
@@ -61,11 +62,26 @@ def run(row: Row, device: torch.device) -> Iterator[list[int]]:
 
 def _train(row: Row, device: torch.device) -> Iterator[list[int]]:
     family, size, options = row["task"]
-    task = getattr(vl.tasks, family)(size, **options)
-    with contextlib.closing(train(task, vl.Recipe(**row["recipe"]), device, record_every=None)) as steps:
+    task, recipe = getattr(vl.tasks, family)(size, **options), vl.Recipe(**row["recipe"])
+    with in_group(row.get("rank", 0), recipe.ranks, device), contextlib.closing(train(task, recipe, device, record_every=None)) as steps:
         for report in itertools.islice(steps, STEPS):
             assert report.counters is not None
             yield [report.counters.allocated, report.counters.reserved, torch.get_device_module(device).memory_allocated(device)]
+
+
+@contextlib.contextmanager
+def in_group(rank: int, ranks: int, device: torch.device) -> Iterator[None]:
+    """This process as one of several ranks in a group in which nothing is sent, on either side."""
+    if ranks == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+
+    dist.init_process_group(f"cpu:fake,{device.type}:fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 # The judge's card ----------------------------------------------------------------------------------------------------

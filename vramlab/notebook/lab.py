@@ -367,7 +367,8 @@ class _Still:
         draw_legend(picture, [step])
         place = lab.answer.question.place
         picture.summary = f"{lab.task.name}, {lab.answer.question.recipe}, {place}: peak {format_bytes(lab.answer.allocated)}."
-        ax.set_title(picture.summary, fontsize=9)
+        # Without the recipe: in full it is often wider than the picture.
+        ax.set_title(f"{lab.task.name}, {place}: peak {format_bytes(lab.answer.allocated)}", fontsize=9)
         return picture
 
     def __repr__(self) -> str:
