@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -358,7 +359,7 @@ def test_a_sampler_that_is_told_the_epoch_deals_out_everything_in_another_order_
         for sampler in samplers:
             sampler.set_epoch(epoch)
         epochs.append([list(sampler) for sampler in samplers])
-        assert sorted(sum(epochs[-1], [])) == list(range(10))
+        assert sorted(itertools.chain(*epochs[-1])) == list(range(10))
     assert epochs[0] != epochs[1]
 
 

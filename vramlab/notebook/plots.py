@@ -449,7 +449,9 @@ def draw_legend(picture: Picture, shown: Iterable[MemoryTrace | MemoryBreakdown]
         highest = np.maximum(highest, np.max(rows, axis=0, initial=0))
     handles = [Patch(**painted(c), label=c.label) for c in Category if highest[c] > highest.sum() / 1000]
     where: Any = "lower left" if picture.get_layout_engine() is None else "outside lower left"
-    picture.legend(handles=handles, loc=where, ncols=max(1, len(handles)), handlelength=1.2, columnspacing=1.4, frameon=False)
+    inches = sum(0.5 + 0.085 * len(str(handle.get_label())) for handle in handles)
+    rows = 1 + int(inches > picture.get_figwidth())
+    picture.legend(handles=handles, loc=where, ncols=max(1, -(-len(handles) // rows)), handlelength=1.2, columnspacing=1.4, frameon=False)
 
 
 def _words(trace: MemoryTrace) -> str:

@@ -114,6 +114,9 @@ def serve(arguments: list[str]) -> None:
                 _leave(folder, rank, error)  # with the process group still there: its end would be the first that others hear
     except BaseException as error:
         _leave(folder, rank, error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # while Python ends in order, a thread of torch's that asks for its lock aborts the process, as after a hook of DDP's
 
 
 def _called(folder: Path, rank: int, call: bytes) -> bytes:
