@@ -437,6 +437,19 @@ def test_the_earlier_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
         launch(nothing)
 
 
+def test_a_rank_that_has_returned_ends_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def aborts_when_python_ends() -> int:
+        import atexit
+
+        print("returning", file=sys.stderr)
+        atexit.register(os.abort)
+        return 3
+
+    assert launch(aborts_when_python_ends, ranks=1, device="cpu") == [3]
+    assert "Abort" not in (said := "".join(capsys.readouterr()))
+    assert "returning" in said
+
+
 def test_a_rank_that_calls_exit_does_not_end_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     left = pickle.dumps((1.0, rank_module.pack_error(SystemExit(3))))
     played(monkeypatch, f"write('error-0', {left!r})")

@@ -279,3 +279,40 @@ def test_a_library_of_models_is_only_for_the_notebook_about_it() -> None:
 def test_a_broken_rule_is_named(notebook: dict[str, Any], rule: str) -> None:
     (message,) = rule_breaks(notebook)
     assert re.search(rule, message)
+
+
+# The reader's own choice
+
+
+def lab_of(notebook: dict[str, Any]) -> tuple[vramlab.Task, vramlab.Recipe]:
+    """What the notebook's last lab trains at first: its call, and only the assignments that it needs."""
+    body = [node for cell in cells(notebook, "code") for node in ast.parse(python(cell)).body]
+    calls = [n for node in body for n in ast.walk(node) if isinstance(n, ast.Call) and ast.unparse(n.func) == "vl.Lab"]
+    assigned: dict[str, ast.expr] = {}
+    for node in body:
+        if isinstance(node, ast.Assign):
+            target, given = node.targets[0], node.value
+            pairs = (
+                zip(target.elts, given.elts, strict=True)
+                if isinstance(target, ast.Tuple) and isinstance(given, ast.Tuple)
+                else [(target, given)]
+            )
+            assigned |= {one.id: other for one, other in pairs if isinstance(one, ast.Name)}
+    names: dict[str, Any] = {"vl": vramlab}
+
+    def value(expression: ast.expr) -> Any:
+        for name in {n.id for n in ast.walk(expression) if isinstance(n, ast.Name)} - names.keys():
+            names[name] = value(assigned[name])
+        return eval(compile(ast.Expression(expression), "cell", "eval"), names)
+
+    task, recipe = map(value, calls[-1].args)
+    return task, recipe
+
+
+@pytest.mark.parametrize("path", [p for p in NOTEBOOKS if "01" <= p.name[:2] <= "05"], ids=lambda path: path.stem)
+def test_the_lab_of_a_notebook_trains_in_bf16_where_the_reader_chooses_it(path: Path) -> None:
+    task, recipe = lab_of(json.loads(path.read_text(encoding="utf-8")))
+    plain = vramlab.run(task, recipe, steps=2, device="cpu", progress=False)
+    run = vramlab.run(task, recipe.with_(precision="bf16"), steps=2, device="cpu", progress=False)
+    assert run.losses[0] == pytest.approx(plain.losses[0], rel=0.02)
+    assert 1.9 * run.breakdown.parameters <= plain.breakdown.parameters <= 2 * run.breakdown.parameters

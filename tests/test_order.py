@@ -91,7 +91,7 @@ ORDER = [
     "vramlab.notebook.compare_view",
     "vramlab.notebook.lab",
     "vramlab.notebook.exercises",
-    "vramlab.notebook.course.n01",
+    *(f"vramlab.notebook.course.n{number:02}" for number in range(1, 12)),
     "vramlab.notebook.course",
     "vramlab.notebook.magics",
     "vramlab.notebook",
