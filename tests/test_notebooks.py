@@ -3,7 +3,10 @@
 import ast
 import itertools
 import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Set
 from pathlib import Path
@@ -316,3 +319,37 @@ def test_the_lab_of_a_notebook_trains_in_bf16_where_the_reader_chooses_it(path: 
     run = vramlab.run(task, recipe.with_(precision="bf16"), steps=2, device="cpu", progress=False)
     assert run.losses[0] == pytest.approx(plain.losses[0], rel=0.02)
     assert 1.9 * run.breakdown.parameters <= plain.breakdown.parameters <= 2 * run.breakdown.parameters
+
+
+# Stored outputs are worth something only if a wrong number differs from them
+
+
+MUTATIONS = {
+    "01_where_memory_goes": (
+        "memory/ledger.py",
+        "len(self._all), storage.nbytes(), device",
+        "len(self._all), storage.nbytes() + 512, device",
+    ),
+    "05_optimizer_state": (
+        "memory/trace.py",
+        "    return MemoryBreakdown(*sums.tolist())",
+        "    sums[1] //= 2\n    return MemoryBreakdown(*sums.tolist())",
+    ),
+}
+"""Notebook -> a file of the package, what stands there, and a fault: 512 bytes more an allocation, half of the optimizer's state."""
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_fault_in_the_package_fails_its_notebook(name: str, tmp_path: Path) -> None:
+    file, right, wrong = MUTATIONS[name]
+    package = tmp_path / "vramlab"
+    shutil.copytree(Path(vramlab.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (package / file).read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    (package / file).write_text(text.replace(right, wrong), encoding="utf-8")
+    shutil.copy(FOLDER / f"{name}.ipynb", tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env", f"{name}.ipynb"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "VRAMLAB_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1, done.stdout[-2000:]
+    assert "1 failed" in done.stdout
