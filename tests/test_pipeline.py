@@ -496,7 +496,8 @@ def random_batches(stages: int) -> list[float]:
     def model() -> nn.Module:
         return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(stages)))
 
-    recipe = vl.Recipe(parallel="hybrid" if stages < dist.get_world_size() else "pipeline", ranks=dist.get_world_size(), stages=stages)
+    way = "hybrid" if stages < dist.get_world_size() else "pipeline"
+    recipe = vl.Recipe(parallel=way, ranks=dist.get_world_size(), stages=stages, accumulation=stages)  # type: ignore[arg-type]
     recipe = recipe.with_(micro_batch=2, accumulation=4)
     for _ in zip(range(2), vl.train(vl.Task(model, batch, loss), recipe, "cpu", record_every=None), strict=False):
         pass
