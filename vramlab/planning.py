@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from vramlab.virtual.device import VirtualGPU
 
+LARGEST = 1 << 30  # a micro-batch that no card holds
 STEPS = 2  # the optimizer's state appears during the first, so the peak stands in the second
 MICRO_BATCHES = 3  # of a window: the first has no gradients before it, the second and all later ones have
 
@@ -49,6 +50,9 @@ def plan(task: Task, recipe: Recipe | None = None, gpu: GPU | str | None = None,
 
     With ``Recipe(parallel=..., ranks=4)`` there are four such cards. Each rank's part is run, one after another in that process, in a
     group in which nothing is sent; ranks that hold the same share one run.
+
+    Plans are kept: one is made again when the task, or a file that its code opens or lists, has changed. What the code only looks
+    for (``os.path.exists``) or takes from ``os.environ`` is not noticed.
 
     Args:
         task: what is trained.
@@ -214,7 +218,7 @@ def _candidates(task: Task, recipe: Recipe, card: GPU) -> list[dict[str, Any]]:
     tried: list[tuple[bool, dict[str, Any]]] = [
         (recipe.precision in ("fp32", "tf32"), {"precision": "amp-bf16" if card.supports_bf16 else "amp-fp16"}),
         (card.supports_bf16 and recipe.precision != "bf16", {"precision": "bf16"}),
-        (recipe.micro_batch > 1 and not recipe.optimizer_in_backward, halved),
+        (recipe.micro_batch % 2 == 0 and not recipe.optimizer_in_backward, halved),
         (recipe.checkpointing != "blocks", {"checkpointing": "blocks"}),
         (recipe.checkpointing == "none", {"checkpointing": "selective"}),
         (recipe.optimizer == "adamw", {"optimizer": "adafactor", "optimizer_impl": "loop"}),
@@ -416,6 +420,10 @@ class Plan:
         low, high = 0, 1
         while self.law(high, quick=True).fits:
             low, high = high, 2 * high
+            if high > LARGEST:
+                raise ValueError(
+                    "The step needs the same at any micro-batch, so none is the largest: let Task.batch(size, device) use size."
+                )
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.law(middle, quick=True).fits else (low, middle)

@@ -149,7 +149,7 @@ def test_in_inference_mode_attention_takes_the_cards_kernel(gpu: VirtualGPU) -> 
 
 
 def test_all_rows_were_judged() -> None:
-    keys = ("id", "card", "task", "recipe", "model", "options")
+    keys = ("id", "card", "task", "recipe", "rank", "model", "options")
     asked = json.loads(json.dumps(rows.rows()))
     assert [{key: row[key] for key in keys if key in row} for row in FACTS["rows"]] == asked
 

@@ -78,6 +78,7 @@ class CompareView:
     """
 
     def __init__(self, unit: str, task: str) -> None:
+        self._boxes: dict[int, w.HBox] = {}
         self._unit, self._task = unit, task
         self.rows: list[Row] = []
         self.sorted_by, self.downwards = "", False
@@ -257,10 +258,10 @@ class CompareView:
         self._draw()
 
     def _row_box(self, row: Row) -> w.HBox:
-        box: w.HBox = self.__dict__.setdefault("_boxes", {}).setdefault(
-            row.number, w.HBox([self.picks[row.number], self._lines[row.number]], layout={"align_items": "center"})
-        )
-        return box
+        if row.number not in self._boxes:  # a widget lives until it is closed
+            pair = [self.picks[row.number], self._lines[row.number]]
+            self._boxes[row.number] = w.HBox(pair, layout={"align_items": "center"})
+        return self._boxes[row.number]
 
     def _pick_all(self) -> None:
         every = all(box.value for box in self.picks.values())

@@ -49,11 +49,14 @@ from __future__ import annotations
 import html
 import importlib
 import math
+import operator
 import pkgutil
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,7 +111,12 @@ _tried: dict[str, list[Any]] = {}  # different wrong answers, by exercise
 def _key(answer: Any) -> Any:
     """Equal for the same answer: a cell that is run again defines its function again."""
     code = getattr(answer, "__code__", None)
-    return (code.co_code, repr(code.co_consts), code.co_names) if code is not None else repr(answer)
+    return _of_code(code) if code is not None else repr(answer)
+
+
+def _of_code(code: CodeType) -> Any:
+    """What a function does, without where it lies; functions inside it are code among its constants."""
+    return code.co_code, code.co_names, tuple(_of_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts)
 
 
 def find(id: str) -> Exercise:  # noqa: A002
@@ -266,8 +274,9 @@ class Number(Exercise):
 
     def judge(self, answer: Any) -> Verdict:
         number = parse_bytes(answer) if isinstance(answer, str) and self.unit == "bytes" else answer
-        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+        if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
             return Verdict(False, f"the answer is a number of {self.unit}, got {answer!r}.")
+        number = operator.index(number) if isinstance(number, Integral) else float(number)  # NumPy's and pandas' too
         truth = self._truth()
         bars, given = (("yours", number), ("as it is", truth)), _shown(number, self.unit)
         if abs(number - truth) <= self.within * abs(truth):

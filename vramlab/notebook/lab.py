@@ -22,7 +22,7 @@ from vramlab.notebook.compare_view import CompareView
 from vramlab.notebook.live import Live
 from vramlab.notebook.plan_view import PlanView
 from vramlab.notebook.plots import draw_legend, draw_timeline, plot
-from vramlab.notebook.predictor import Answer, Predictor, Question, Update
+from vramlab.notebook.predictor import Answer, Predictor, Question, Update, refuse_ranks
 from vramlab.notebook.run_view import RunView
 from vramlab.notebook.style import Picture
 from vramlab.notebook.switches import Switches
@@ -153,15 +153,14 @@ class Lab:
                 self.in_use.value = round(in_use / GiB, 3)
 
     def _reachable(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Of a suggested change what this lab has switches for.
+        """A suggested change, if this lab has switches for all of it: a part would not save what was planned.
 
         Raises:
-            ValueError: none of it.
+            ValueError: it has not.
         """
-        found = {name: value for name, value in options.items() if name in self.switches}
-        if not found:
-            raise ValueError(f"This lab has no switch for {', '.join(options)}; write vl.Lab(task, recipe) for all of them.")
-        return found
+        if missing := [name for name in options if name not in self.switches]:
+            raise ValueError(f"This lab has no switch for {', '.join(missing)}; write vl.Lab(task, recipe) for all of them.")
+        return options
 
     # What they lead to
 
@@ -190,7 +189,7 @@ class Lab:
         if update.answer is not None or update.busy or update.error is not None:
             self.compare.current(update.answer)
         if update.answer is not None and update.answer.exact and self._done.is_set():
-            self._still.draw()
+            self._guard(self._still.draw)
 
     @property
     def answer(self) -> Answer | None:
@@ -245,6 +244,7 @@ class Lab:
 
     def _begin(self) -> bool:
         question = self.question  # raises before anything is taken
+        refuse_ranks(question.recipe)
         if not _training.acquire(blocking=False):
             self.view.say(f"{BUSY} <span style='font-weight:400'>The Stop button here does that too.</span>", strong=True)
             self.view.stop.disabled = False  # the other lab's own may be gone from the page
@@ -265,11 +265,12 @@ class Lab:
         return True
 
     def _train(self, steps: int | None, question: Question) -> None:
-        device = question.place
-        if isinstance(device, GPU) and question.in_use:
-            device = device.with_(memory=device.memory - question.in_use)
-        options: dict[str, Any] = {"device": device, "progress": False, "record_every": 20, "on_step": self._step}
         try:
+            device = question.place
+            if isinstance(device, GPU) and question.in_use:
+                device.left_for_pytorch(question.in_use)  # refuses a card that is full already
+                device = device.with_(memory=device.memory - question.in_use)
+            options: dict[str, Any] = {"device": device, "progress": False, "record_every": 20, "on_step": self._step}
             result = run(self.task, question.recipe, steps=sys.maxsize if steps is None else steps, **options)
             self._ended(result)
             self.view.say(f"<b>{result.status}</b> after {len(result.reports)} steps: {result.recipe}")
@@ -283,8 +284,8 @@ class Lab:
             self.view.start.disabled = bool(self._switches.conflicts)
             _going.remove(self)
             _idle.set()
-            _training.release()
             self._done.set()
+            _training.release()
             self._guard(self._still.draw)
 
     def _step(self, result: Run) -> bool:

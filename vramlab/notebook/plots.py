@@ -414,7 +414,7 @@ def draw_breakdowns(ax: Axes, breakdowns: dict[str, MemoryBreakdown]) -> Axes:
         ax.annotate(format_bytes(breakdown.total), (end, row), (4, 0), textcoords="offset points", va="center", fontweight="bold")
     ax.set_yticks(rows, [_wrapped(label) for label in breakdowns])
     ax.tick_params(axis="y", length=0)
-    ax.set(xlabel=f"allocated at the peak ({name})", xlim=(0, left.max(initial=0) * 1.18 or 1), ylim=(len(breakdowns) - 0.5, -0.5))
+    ax.set(xlabel=f"in tensors at the peak ({name})", xlim=(0, left.max(initial=0) * 1.18 or 1), ylim=(len(breakdowns) - 0.5, -0.5))
     return ax
 
 

@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,8 +22,10 @@ from vramlab.planning import MICRO_BATCHES, Plan, plan, single_changes
 from vramlab.recipe import Recipe, conflicts
 from vramlab.tasks import Task
 from vramlab.virtual.planner import Scope
+from vramlab.virtual.ranks import enough_micro_batches
 
 KEPT = 64  # answers with their traces, of up to some MB each
+LAWS = 8  # each with some traces
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,7 @@ class Predictor:
             exact = known is not None and known.exact
             (self._answered.set if exact else self._answered.clear)()
             self._show(Update(question, known, busy=not exact, waits=self._must_wait(question)))
-            if self._worker is None:
+            if self._worker is None or not self._worker.is_alive():
                 self._worker = threading.Thread(target=self._work, name="vramlab-predict", daemon=True)
                 self._worker.start()
 
@@ -187,10 +190,11 @@ class Predictor:
     def _known(self, question: Question) -> Answer | None:
         """The exact answer, if it was given before: windows of more micro-batches have that of `MICRO_BATCHES`."""
         key = _key(question)
-        if key not in self._exact:
-            return None
-        self._exact.move_to_end(key)
-        return replace(self._exact[key], question=question)
+        with self._lock:
+            if key not in self._exact:
+                return None
+            self._exact.move_to_end(key)
+            return replace(self._exact[key], question=question)
 
     def _keep(self, answer: Answer) -> None:
         with self._lock:
@@ -273,7 +277,8 @@ class Predictor:
         if not answer.fits:
             yield Update(question, changes=single_changes(self._task, question.recipe, card, question.in_use, n=4))
         base, _ = self._law_of(question, card)
-        yield Update(question, largest=base.max_micro_batch)
+        with suppress(ValueError):  # a step that needs the same at any micro-batch has no largest
+            yield Update(question, largest=base.max_micro_batch)
         for neighbour in _other_windows(question.recipe):  # accumulation answers at once then
             beside = replace(question, recipe=neighbour)
             if self._idle.is_set() and self._known(beside) is None:
@@ -297,7 +302,12 @@ class Predictor:
         key = family_of(question.recipe), card, question.in_use
         if key not in self._laws:
             base = self._plan(question)
-            self._laws[key] = base, base.memory_law
+            found = base, base.memory_law
+            with self._lock:  # others look through them
+                self._laws[key] = found
+                while len(self._laws) > LAWS:
+                    del self._laws[next(iter(self._laws))]
+            return found
         return self._laws[key]
 
     def _measured(self, question: Question, scope: Scope) -> Iterator[Update]:
@@ -305,12 +315,26 @@ class Predictor:
         if answer := self._known(question):
             yield Update(question, answer)
             return
+        refuse_ranks(question.recipe)
         options: dict[str, Any] = {"steps": 2, "device": question.place, "progress": False}
         result = run(self._task, question.recipe, on_step=lambda _: scope.cancelled or not self._idle.is_set(), **options)
         if result.status == "finished" and result.trace is not None:
             yield Update(question, Answer(question, result.peak or 0, result.trace, "measured"))
         else:  # something newer, or a run that goes first
             scope.cancel()
+
+
+def refuse_ranks(recipe: Recipe) -> None:
+    """A lab trains in this process.
+
+    Raises:
+        ValueError: the recipe has several ranks.
+    """
+    if recipe.ranks > 1:
+        raise ValueError(
+            f"A lab trains in this process, and this recipe has {recipe.ranks} ranks; choose a virtual card to plan it, or call "
+            "vl.run(task, recipe)."
+        )
 
 
 def _key(question: Question) -> Question:
@@ -326,11 +350,13 @@ def family_of(recipe: Recipe) -> Recipe:
 
 
 def _shorter(recipe: Recipe) -> Recipe:
-    return recipe.with_(accumulation=min(recipe.accumulation, MICRO_BATCHES))
+    return recipe.with_(accumulation=min(recipe.accumulation, enough_micro_batches(recipe, MICRO_BATCHES)))
 
 
 def _other_windows(recipe: Recipe) -> list[Recipe]:
     """The recipe with the accumulations that have other laws, where they exclude nothing."""
+    if recipe.parallel in ("pipeline", "hybrid"):  # each has a law of its own
+        return []
     mine = min(recipe.accumulation, MICRO_BATCHES)
     others = [n for n in range(1, MICRO_BATCHES + 1) if n != mine]
     return [recipe.with_(accumulation=n) for n in others if not conflicts(**asdict(recipe) | {"accumulation": n})]

@@ -219,7 +219,7 @@ class Switches:
     def _follow(self) -> None:
         """What depends on the controls: the effective batch, what has no effect now, what excludes what."""
         options = self.options
-        total = options["micro_batch"] * options["accumulation"]
+        total = options["micro_batch"] * options["accumulation"] * (options["ranks"] // options["stages"])
         self.effective.value = f"<span style='white-space:nowrap'>effective batch <b>{total:,}</b></span>"
         if "checkpoint_every" in self.widgets:
             self.widgets["checkpoint_every"].disabled = options["checkpointing"] == "none"

@@ -8,6 +8,7 @@ import io
 import linecache
 import os
 import pickle
+import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -222,6 +223,10 @@ def _switches() -> Iterator[None]:
     flags = [(owner, name, getattr(owner, name)) for owner, name in _FLAGS]
     dtype, device, environment = torch.get_default_dtype(), torch.get_default_device(), dict(os.environ)
     deterministic, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cuda = torch.backends.cuda
+    attention = {name: getattr(cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "cudnn", "math")}
+    half, anomaly = cuda.fp16_bf16_reduction_math_sdp_allowed(), (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+    hooks = [(registered, dict(registered)) for registered in _global_hooks()]
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             yield
@@ -233,8 +238,21 @@ def _switches() -> Iterator[None]:
         if torch.get_default_device() != device:
             torch.set_default_device(None if device.type == "cpu" else device)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn)
+        for name, enabled in attention.items():
+            getattr(cuda, f"enable_{name}_sdp")(enabled)
+        cuda.allow_fp16_bf16_reduction_math_sdp(half)
+        torch.autograd.set_detect_anomaly(*anomaly)
+        for registered, before in hooks:
+            registered.clear()
+            registered.update(before)
         os.environ.clear()
         os.environ.update(environment)
+
+
+def _global_hooks() -> list[dict[Any, Any]]:
+    """Where torch keeps the hooks that run around every module and every optimizer."""
+    modules = [sys.modules[name] for name in ("torch.nn.modules.module", "torch.optim.optimizer")]
+    return [kept for module in modules for name, kept in vars(module).items() if name.startswith("_global_") and isinstance(kept, dict)]
 
 
 _FLAGS: list[tuple[Any, str]] = [
