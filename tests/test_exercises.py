@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -30,6 +31,19 @@ def _as_in_a_new_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # The course
+
+
+def test_a_number_from_numpy_is_a_number_and_the_same_function_again_the_same_answer() -> None:
+    number = Number("99.1", "five", minutes=1, truth=lambda: 5, hints=("count",))
+    assert number.judge(np.int64(5)).solved
+    assert number.judge(np.float64(5.0)).solved
+    source = "def answer(x):\n    return sorted(x, key=lambda y: -y)"
+    made = []
+    for _ in range(2):
+        space: dict[str, Any] = {}
+        exec(source, space)
+        made.append(module._key(space["answer"]))
+    assert made[0] == made[1]
 
 
 def test_the_course_has_exercises_each_with_a_solution_and_a_wrong_answer() -> None:

@@ -128,6 +128,27 @@ def test_the_lab_begins_where_the_recipe_stands_with_the_switches_it_is_given() 
         vl.Lab(TASK, switches=("lr",), device="cpu")
 
 
+def test_a_card_that_others_fill_ends_a_run_with_an_error_and_the_next_one_starts() -> None:
+    lab = vl.Lab(TASK, vl.Recipe(micro_batch=4), gpu="RTX 4090", in_use="100 GiB", device="cpu")
+    with pytest.raises(ValueError, match="Nothing of RTX 4090"):
+        lab.train(1)
+    lab.set(in_use=0)
+    assert lab.train(1).status == "finished"
+
+
+def test_a_change_is_taken_whole_or_not_at_all() -> None:
+    lab = vl.Lab(TASK, vl.Recipe(micro_batch=8), switches=("micro_batch",), device="cpu")
+    assert lab._reachable({"micro_batch": 4}) == {"micro_batch": 4}
+    with pytest.raises(ValueError, match=r"^This lab has no switch for accumulation; write vl\.Lab\(task, recipe\) for all of them\.$"):
+        lab._reachable({"micro_batch": 4, "accumulation": 2})
+
+
+def test_a_lab_with_several_ranks_trains_nothing() -> None:
+    lab = vl.Lab(TASK, vl.Recipe(parallel="ddp", ranks=2), gpu="RTX 4090", device="cpu")
+    with pytest.raises(ValueError, match=r"^A lab trains in this process, and this recipe has 2 ranks"):
+        lab.train(1)
+
+
 def test_what_cannot_be_trained_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"^loss_chunks=2 needs a Task with a chunked loss"):
         vl.Lab(TASK, vl.Recipe(loss_chunks=2), device="cpu")

@@ -362,6 +362,13 @@ def test_what_a_cell_switches_for_good_stays_off_for_the_next(cells: Cells) -> N
         torch.backends.cudnn.benchmark = True
         torch.use_deterministic_algorithms(True)
         torch.set_grad_enabled(False)
+        torch.autograd.set_detect_anomaly(True)
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+        torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: 1 / 0)
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+        register_optimizer_step_post_hook(lambda *args: 1 / 0)
         os.environ["VRAMLAB_LEFT"] = "1"
         """,
         "-d RTX 4090",
@@ -375,6 +382,12 @@ def test_what_a_cell_switches_for_good_stays_off_for_the_next(cells: Cells) -> N
         assert not torch.backends.cudnn.benchmark
         assert not torch.are_deterministic_algorithms_enabled()
         assert torch.is_grad_enabled()
+        assert not torch.is_anomaly_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
+        assert not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+        layer = torch.nn.Linear(2, 2)
+        layer(torch.zeros(1, 2)).sum().backward()
+        torch.optim.SGD(layer.parameters()).step()
         assert "VRAMLAB_LEFT" not in os.environ
         """,
         "-d RTX 4090",

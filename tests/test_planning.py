@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vramlab as vl
+from vramlab import planning
 from vramlab.gpus import gpu
 from vramlab.memory.allocator import CachingAllocator
 from vramlab.memory.trace import Category, Events, MemoryTrace
@@ -296,6 +297,23 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
     at = [plan(lawful().task, lawful().recipe.with_(micro_batch=m), lawful().gpu) for m in (n, n + 1)]
     assert [p.fits for p in at] == [True, False]
     assert lawful().law(1).fits
+
+
+def test_a_step_that_needs_the_same_at_any_micro_batch_has_no_largest() -> None:
+    def batch(size: int, device: torch.device) -> torch.Tensor:
+        return torch.zeros(2, 3).to(device)
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return model(x).sum(), 2
+
+    with pytest.raises(ValueError, match=r"^The step needs the same at any micro-batch, so none is the largest"):
+        _ = plan(vl.Task(lambda: torch.nn.Linear(3, 3), batch, loss), vl.Recipe(), gpu("RTX 4090")).max_micro_batch
+
+
+@pytest.mark.parametrize("n", [1, 3, 5, 8])
+def test_halving_the_micro_batch_is_offered_where_the_effective_batch_stays(n: int) -> None:
+    offered = [o for o in planning._candidates(NANO, vl.Recipe(micro_batch=n), gpu("RTX 4090")) if "micro_batch" in o]
+    assert [o["micro_batch"] * o["accumulation"] for o in offered] == ([n] if n % 2 == 0 else [])
 
 
 def test_nothing_fits_a_card_without_room() -> None:

@@ -19,6 +19,7 @@ from vramlab.gpus import GPU, gpu
 from vramlab.memory.law import MemoryLaw
 from vramlab.memory.trace import Category, MemoryTrace
 from vramlab.notebook.predictor import Predictor, Question, Update
+from vramlab.planning import plan
 from vramlab.recipe import Recipe, choices, conflicts
 from vramlab.virtual import planner
 from vramlab.virtual.planner import Scope
@@ -180,6 +181,32 @@ def test_an_error_is_shown_once_and_the_next_question_is_answered() -> None:
     assert full.predictor.wait(60)
     assert full.answers()[-1].exact
     full.predictor.forget()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stages": 2, "ranks": 2, "schedule": "gpipe", "accumulation": 6},
+        {"stages": 4, "ranks": 4, "schedule": "1f1b", "accumulation": 5},
+    ],
+    ids=["gpipe keeps all micro-batches", "1f1b needs as many as stages"],
+)
+def test_a_pipeline_is_answered_as_plan_does(options: dict[str, Any]) -> None:
+    seen = Seen()
+    seen.ask(parallel="pipeline", **options)
+    until(lambda: seen.answers() and seen.answers()[-1].exact)
+    right = plan(NANO, Recipe(micro_batch=4, parallel="pipeline", **options), CARD)
+    assert (seen.answers()[-1].allocated, seen.answers()[-1].reserved) == (right.allocated, right.reserved)
+    seen.predictor.forget()
+
+
+def test_several_ranks_are_planned_and_not_measured() -> None:
+    seen = Seen()
+    seen.ask(torch.device("cpu"), parallel="ddp", ranks=2)
+    seen.finish()
+    assert [str(u.error) for u in seen.updates if u.error] == [
+        "A lab trains in this process, and this recipe has 2 ranks; choose a virtual card to plan it, or call vl.run(task, recipe)."
+    ]
 
 
 def test_forgetting_cancels_and_nothing_more_is_shown() -> None:

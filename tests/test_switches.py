@@ -108,6 +108,9 @@ def test_the_effective_batch_follows() -> None:
     switches = Moved()
     switches.set(micro_batch=6, accumulation=7)
     assert "<b>42</b>" in switches.effective.value
+    shared = Moved(Recipe(parallel="hybrid", ranks=6, stages=2, schedule="gpipe", micro_batch=2, accumulation=5))
+    shared.set(accumulation=7)
+    assert "<b>42</b>" in shared.effective.value  # three copies of the pipeline
 
 
 def test_what_has_no_effect_is_off() -> None:
