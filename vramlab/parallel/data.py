@@ -344,15 +344,10 @@ class RankWindow(Window[B]):
 
     def _average(self, parameters: Sequence[torch.Tensor]) -> None:
         """The mean over the ranks of each gradient; all take part in each, also where this rank has none."""
+        add_up(parameters, _group(self._model))
         for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        for work in [dist.all_reduce(gradient, group=_group(self._model), async_op=True) for gradient in gradients]:
-            if work is not None:  # None: this rank is not in the group
-                work.wait()
-        for gradient in gradients:
-            gradient.div_(self._world)
+            if parameter.grad is not None:
+                parameter.grad.div_(self._world)
         if isinstance(self._model, DistributedDataParallel):
             self._model.require_forward_param_sync = True  # as after a synchronised backward: the next forward sends the buffers
         self._by_hand = False
@@ -370,6 +365,16 @@ class RankWindow(Window[B]):
         self._total = sums[0]
         if self._items is None:
             self.count = int(sums[1])
+
+
+def add_up(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """The sum over the group's ranks of each gradient; all take part in each, also where this rank has none."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
+    for work in [dist.all_reduce(p.grad, group=group, async_op=True) for p in parameters if p.grad is not None]:
+        if work is not None:  # None: this rank is not in the group
+            work.wait()
 
 
 class DataParallel(Way):

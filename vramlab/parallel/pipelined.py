@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from vramlab.devices import choose_device
-from vramlab.parallel.data import listed
+from vramlab.parallel.data import add_up, listed
 from vramlab.parallel.flow import Job, LazyStage, Runs, inputs_of, number_text, refuse_mixed, talking_device
 from vramlab.parallel.parts import (
     ADAMW_BYTES,
@@ -30,7 +28,7 @@ from vramlab.parallel.parts import (
     trace_parts,
 )
 from vramlab.parallel.timeline import Clock
-from vramlab.parallel.way import Loss, Way
+from vramlab.parallel.way import Loss, Way, random_state, set_random_state
 from vramlab.recipe import Recipe
 from vramlab.techniques.accumulation import Window
 from vramlab.techniques.checkpointing import checkpoint_blocks, find_blocks
@@ -428,9 +426,9 @@ class _StageWindow(Window[Any]):
                     parameter.grad.mul_(self._divisor / self.count)
         self._divisor = self.count
         for group, shared in pipe._tied:
-            _add_up([p for p in shared if p.requires_grad], group)
+            add_up([p for p in shared if p.requires_grad], group)
         if pipe.replicas > 1:
-            _add_up([p for p in parameters if p.requires_grad], pipe._copies_group)
+            add_up([p for p in parameters if p.requires_grad], pipe._copies_group)
         super().close(parameters)
 
     def _agree(self) -> None:
@@ -445,16 +443,6 @@ class _StageWindow(Window[Any]):
         self._total = total
         divisors, counts = table.T.tolist()
         self._divisor, self.count = int(divisors[pipe.replica]), int(sum(counts))
-
-
-def _add_up(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """The sum over the group's ranks of each gradient; all take part in each, also where this rank has none."""
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
-    for work in [dist.all_reduce(p.grad, group=group, async_op=True) for p in parameters if p.grad is not None]:
-        if work is not None:
-            work.wait()
 
 
 class Pipelined(Way):
@@ -586,11 +574,9 @@ class _Stream:
 
     def _take(self) -> tuple[Any, ...]:
         card = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        return torch.get_rng_state(), random.getstate(), np.random.get_state(), card
+        return *random_state(), card
 
     def _put(self, state: tuple[Any, ...]) -> None:
-        torch.set_rng_state(state[0])
-        random.setstate(state[1])
-        np.random.set_state(state[2])
+        set_random_state(state[:3])
         if state[3] is not None:
             torch.cuda.set_rng_state(state[3], self._device)

@@ -47,11 +47,11 @@ class Way:
             yield
             return
         states: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(states, _random_state())
-        _set_random_state(states[0])
+        dist.all_gather_object(states, random_state())
+        set_random_state(states[0])
         yield
         if self.leader() != 0:
-            _set_random_state(states[self.leader()])
+            set_random_state(states[self.leader()])
 
     def leader(self) -> int:
         """The first of the ranks that work on the same data as this one."""
@@ -105,11 +105,13 @@ class Way:
         return precision.step(optimizer, self.recipe.clip_norm, group=self.group)
 
 
-def _random_state() -> Any:
+def random_state() -> tuple[Any, ...]:
+    """Of torch's, Python's and NumPy's generators on the CPU."""
     return torch.get_rng_state(), random.getstate(), np.random.get_state()
 
 
-def _set_random_state(state: Any) -> None:
+def set_random_state(state: tuple[Any, ...]) -> None:
+    """Put back what `random_state` gave."""
     torch.set_rng_state(state[0])
     random.setstate(state[1])
     np.random.set_state(state[2])
