@@ -49,8 +49,8 @@ class OnCard:
     def _count(self, allocator: Any) -> None:
         malloc, free, move = allocator.malloc, allocator.free, allocator.move
 
-        def counted_malloc(handle: Any, nbytes: int) -> None:
-            malloc(handle, nbytes)
+        def counted_malloc(handle: Any, nbytes: int, *stream: Any) -> None:
+            malloc(handle, nbytes, *stream)
             self._sizes[handle] = nbytes
             self._now += nbytes
             self._peak = max(self._peak, self._now)
