@@ -1,4 +1,4 @@
-"""The runs that are judged: tasks and recipes on cards, and unmodified models of transformers."""
+"""The runs that are judged: tasks and recipes on cards, unmodified models of transformers, and FSDP's copies alone."""
 
 from __future__ import annotations
 
@@ -121,3 +121,23 @@ def _ranks() -> Iterator[Row]:
             for rank in range(way.get("stages", 1)):
                 row = _task("RTX 4090", "gpt", "mini", {}, {"precision": precision, **way})
                 yield row | {"id": f"{row['id']}, rank {rank}", "rank": rank}
+
+
+GROUPS: dict[str, list[list[int]]] = {
+    "biases": [[3], [768], [1024]],
+    "block of gpt2": [[768], [768], [2304, 768], [2304], [768, 768], [768], [768], [768], [3072, 768], [3072], [768, 3072], [768]],
+    "block of llama-1b": [[2048], [2048, 2048], [512, 2048], [512, 2048], [2048, 2048], [2048], [8192, 2048], [8192, 2048], [2048, 8192]],
+    "embedding of gpt2": [[50257, 768]],
+    "convolutions": [[64, 3, 7, 7], [64], [10, 64, 3, 3], [10]],
+}
+"""Shapes of parameters that FSDP gathers together."""
+
+
+def exchanges() -> list[Row]:
+    """FSDP's copies of each of these groups; the tables that they read depend on how many blocks a card has room for."""
+    ways = ((2, ["float32", "float32"]), (8, ["bfloat16", "float32"]), (64, ["float16", "float32"]))
+    return [
+        {"id": f"{card}, exchange between {ranks} ranks, {' to '.join(types)}", "card": card, "ranks": ranks, "types": types}
+        for card in CARDS
+        for ranks, types in ways
+    ]

@@ -7,6 +7,7 @@
 The judge is PyTorch's own C++ (dispatcher, CUDA autocast, the choice of attention kernels, autograd's device thread, the caching
 allocator) over a CUDA runtime that gives out addresses and starts no kernels (shim.c), and a cuBLAS that multiplies nothing
 (blas.c). So *which* memory is asked for *when*, and what the allocator makes of it, is not a model of PyTorch: it is PyTorch.
+Of training steps the peaks are compared; of FSDP's copies (exchange.py), whose tables no peak shows, every allocation.
 
 Its limits: what happens below the runtime is not there. Convolutions and recurrent layers (cuDNN plans them with a driver), cuDNN's
 attention, cuSOLVER, compiled kernels (triton, NVRTC). Values are zeros, so what depends on values is left out. The driver's
@@ -66,6 +67,15 @@ def differences(row: Row) -> list[int] | None:
     return [max(column, key=abs) for column in zip(*by_step, strict=True)]
 
 
+def asked(side: Row) -> list[int]:
+    """Bytes asked for and, negative, given back, in order."""
+    return [nbytes for nbytes, _ in ordered(side["events"])]
+
+
+def equal_in_every_allocation(row: Row) -> bool:
+    return differences(row) is not None and asked(row["real"]) == asked(row["virtual"])
+
+
 def show(row: Row, events: bool) -> None:
     found = differences(row)
     if found is None:
@@ -74,6 +84,8 @@ def show(row: Row, events: bool) -> None:
                 print(f"FAILED {row['id']}: {side}: {row[side]['error'][:300]}")
     elif any(found):
         print(f"DIFFERS {row['id']}: allocated {found[0]:+,}, reserved {found[1]:+,}, between steps {found[2]:+,} bytes")
+    elif "types" in row and not equal_in_every_allocation(row):
+        print(f"DIFFERS {row['id']}: {first_difference(row['real']['events'], row['virtual']['events'])}")
     if events and found is not None:
         print("       ", first_difference(row["real"]["events"], row["virtual"]["events"]))
 
@@ -95,9 +107,11 @@ def ordered(events: list[Any]) -> list[Any]:
 
 def fact(row: Row) -> Row:
     """What is kept of a row: what was run and what the real allocator counted."""
-    keys = ("id", "card", "task", "recipe", "rank", "model", "options")
+    keys = ("id", "card", "task", "recipe", "rank", "model", "options", "ranks", "types")
     steps = row["real"]["steps"]
     kept = {key: row[key] for key in keys if key in row}
+    if "types" in row:
+        return kept | {"asked": " ".join(map(str, asked(row["real"])))}
     return kept | {"allocated": [s[0] for s in steps], "reserved": [s[1] for s in steps], "between": [s[2] for s in steps]}
 
 
@@ -106,17 +120,20 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose id contains this text")
     parser.add_argument("--events", action="store_true", help="show the first allocation that differs")
     options = parser.parse_args()
-    wanted = [row for row in rows.rows() if options.only in row["id"]]
+    wanted = [row for row in (*rows.rows(), *rows.exchanges()) if options.only in row["id"]]
     results = list(compared(wanted, options.events))
     for row in results:
         show(row, options.events)
-    found = [(row, differences(row)) for row in results]
-    judged = [(row, d) for row, d in found if d is not None]
+    judged = [(row, found) for row in results if (found := differences(row)) is not None]
+    steps = [(row, found) for row, found in judged if "types" not in row]
+    copies = [row for row, _ in judged if "types" in row]
     summary = {
-        "rows": len(judged),
-        "equal in allocated": sum(d[0] == 0 for _, d in judged),
-        "equal in reserved": sum(d[1] == 0 for _, d in judged),
-        "failed": len(found) - len(judged),
+        "rows": len(steps),
+        "equal in allocated": sum(found[0] == 0 for _, found in steps),
+        "equal in reserved": sum(found[1] == 0 for _, found in steps),
+        "failed": len(results) - len(judged),
+        "exchanges": len(copies),
+        "equal in every allocation": sum(map(equal_in_every_allocation, copies)),
     }
     print(summary)
     if not options.only:
@@ -126,7 +143,7 @@ def main() -> None:
         import measure
 
         report = {"transformers": transformers.__version__, "summary": summary}
-        measure.write("judge", report | {"rows": [fact(row) for row, _ in judged]})
+        measure.write("judge", report | {"rows": [fact(row) for row, _ in steps], "exchanges": [fact(row) for row in copies]})
 
 
 if __name__ == "__main__":

@@ -52,6 +52,10 @@ def run(row: Row, device: torch.device) -> Iterator[list[int]]:
     try:
         if "task" in row:
             yield from _train(row, device)
+        elif "types" in row:
+            import exchange
+
+            yield from exchange.run(row, device)
         else:
             import library
 
@@ -105,6 +109,7 @@ def no_initialisation() -> Iterator[None]:
 
 
 def real(row: Row, trace: bool) -> dict[str, Any]:
+    trace = trace or "types" in row
     card = gpus.gpu(row["card"])
     ctypes.CDLL("shim.so").judge_card(*card.capability, card.sms, *CARDS[row["card"]])
     if trace:
@@ -132,7 +137,7 @@ def virtual(row: Row, trace: bool) -> dict[str, Any]:
 
     with virtual_gpu(row["card"], limited=False) as gpu:
         result: dict[str, Any] = {"steps": list(run(row, gpu.device))}
-    if trace:
+    if trace or "types" in row:
         result["events"] = list(_planned_events(gpu.trace.events))
     return result
 
@@ -164,8 +169,9 @@ def main() -> None:
         importlib.import_module("vramlab.virtual.device")  # once, before the forks
     for line in sys.stdin:
         row = json.loads(line)
-        if "model" in row:
-            importlib.import_module("library")
+        for key, module in (("model", "library"), ("types", "exchange")):
+            if key in row:
+                importlib.import_module(module)
         child = os.fork()
         if child:
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -38,7 +38,7 @@ def load(name: str) -> Any:
             sys.path.remove(path)
 
 
-rows, steps, build, run = (load(name) for name in ("rows", "steps", "build", "run"))
+rows, steps, build, run, _ = (load(name) for name in ("rows", "steps", "build", "run", "exchange"))
 
 
 def quick() -> list[Row]:
@@ -82,6 +82,12 @@ def test_a_plan_of_fewer_micro_batches_is_that_of_all(precision: str) -> None:
     allocator, events = CachingAllocator(), planned["trace"].events
     allocator.replay(zip(events.storage.tolist(), events.nbytes.tolist(), strict=True), events.moves)
     assert abs(allocator.peak_reserved - max(row["reserved"])) <= 2 * MiB
+
+
+@pytest.mark.parametrize("row", FACTS["exchanges"], ids=lambda row: row["id"])
+def test_fsdps_copies_ask_for_what_the_real_allocator_was_asked_for(row: Row) -> None:
+    judged_here()
+    assert run.asked(steps.virtual(row, trace=False)) == [int(nbytes) for nbytes in row["asked"].split()]
 
 
 # Pieces, with what the real allocator was asked for on the judge's RTX 4090
@@ -152,6 +158,7 @@ def test_all_rows_were_judged() -> None:
     keys = ("id", "card", "task", "recipe", "rank", "model", "options")
     asked = json.loads(json.dumps(rows.rows()))
     assert [{key: row[key] for key in keys if key in row} for row in FACTS["rows"]] == asked
+    assert [{key: value for key, value in row.items() if key != "asked"} for row in FACTS["exchanges"]] == rows.exchanges()
 
 
 def test_every_row_has_an_id_of_its_own_a_card_and_a_recipe_that_exists() -> None:
@@ -170,11 +177,19 @@ def test_judged_bytes_are_those_of_a_caching_allocator() -> None:
         assert len(row["allocated"]) == steps.STEPS
 
 
+def test_judged_copies_give_back_all_that_they_ask_for() -> None:
+    for row in FACTS["exchanges"]:
+        asked = [int(nbytes) for nbytes in row["asked"].split()]
+        assert sorted(size for size in asked if size > 0) == sorted(-size for size in asked if size < 0), row["id"]
+
+
 def test_what_is_said_of_all_rows_is_counted() -> None:
     summary = FACTS["summary"]
     assert summary["rows"] == len(FACTS["rows"])
     assert summary["failed"] == 0
     assert summary["equal in allocated"] <= summary["rows"]
+    assert summary["exchanges"] == len(FACTS["exchanges"])
+    assert summary["equal in every allocation"] <= summary["exchanges"]
 
 
 # Comparing
@@ -194,6 +209,16 @@ def test_the_greatest_difference_of_all_steps_is_told() -> None:
     row = {"real": {"steps": [[10, 20, 5], [10, 20, 5]]}, "virtual": {"steps": [[10, 20, 5], [7, 22, 5]]}}
     assert run.differences(row) == [-3, 2, 0]
     assert run.differences(row | {"real": {"error": "none"}}) is None
+
+
+def test_copies_are_equal_only_if_every_allocation_is() -> None:
+    steps = [[8, 2097152, 0]]
+    row = {side: {"steps": steps, "events": [[8, side], [-8, side]]} for side in ("real", "virtual")}
+    assert run.equal_in_every_allocation(row)
+    other = {"steps": steps, "events": [[4, ""], [4, ""], [-4, ""], [-4, ""]]}
+    assert not run.equal_in_every_allocation(row | {"virtual": other})
+    assert not run.equal_in_every_allocation(row | {"virtual": {"error": "none"}})
+    assert run.fact(row | {"id": "one", "types": ["float32"]}) == {"id": "one", "types": ["float32"], "asked": "8 -8"}
 
 
 # Building

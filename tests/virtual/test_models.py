@@ -22,8 +22,8 @@ from torch import nn
 from vramlab.memory.recorder import record
 from vramlab.memory.trace import Category, MemoryTrace, Phase
 from vramlab.units import round_up
+from vramlab.virtual.attention import TORCH
 from vramlab.virtual.device import VirtualGPU, virtual_gpu
-from vramlab.virtual.kernels import TORCH
 from vramlab.virtual.values import UnknownValueError
 
 tf = pytest.importorskip("transformers", reason="needs transformers")

@@ -24,12 +24,13 @@ from vramlab.gpus import GPU
 from vramlab.memory import allocator as rules
 from vramlab.memory.allocator import CachingAllocator
 from vramlab.memory.ledger import Ledger, Storage, Workspace
+from vramlab.memory.now import Now
 from vramlab.memory.recorder import Recorder
 from vramlab.memory.report import OutOfMemoryReport
 from vramlab.memory.trace import Category, DeviceCounters, MemoryTrace
 from vramlab.tensors import is_virtual, map_tensors, storages_of, tensors_in
 from vramlab.units import format_bytes, parse_bytes, round_up
-from vramlab.virtual import autocast, backend, collectives, kernels, patches, shapes
+from vramlab.virtual import attention, autocast, backend, collectives, cublas, kernels, patches, shapes
 from vramlab.virtual.traffic import Call, Communication
 from vramlab.virtual.values import UnknownValueError, Values
 
@@ -84,7 +85,7 @@ class VirtualGPU:
         self._undo: ExitStack | None = None
         backend.register()
         autocast.install(backend.NAME)
-        kernels.install(backend.NAME, lambda device: backend.innermost().card.capability)
+        attention.install(backend.NAME, lambda device: backend.innermost().card.capability)
         self.devices = [torch.device(backend.NAME, i) for i in range(count)]
         self.streams: Iterator[int] = itertools.count(1)
         self.begins: list[int] = []
@@ -144,6 +145,15 @@ class VirtualGPU:
     def name_modules(self, model: torch.nn.Module) -> None:
         """Call the model's modules in the trace by their names in it; others go by the class of the model that is called."""
         self._mode._see_model(model)
+
+    @property
+    def now(self) -> Now:
+        """Where the code is that runs."""
+        return self._mode._now
+
+    def owner(self, parameter: torch.Tensor) -> int:
+        """The number in ``now.modules`` of the module that the trace counts a parameter to; 0: none."""
+        return self._mode._parameters.get(parameter, 0)
 
     def parameter_moved(self, parameter: torch.Tensor) -> None:
         """A parameter or a buffer has got memory, on a card or on the host: so it is counted as one before its model is called."""
@@ -368,7 +378,8 @@ class _Mode(Recorder):
             self.notes[note] = None
         if func not in _READS:
             self._values.follow(func, args, kwargs, out, tensors)
-        self._kernel = _cut(kernels.transients(func, args, kwargs, out, self._card)) if any(map(is_virtual, tensors_in(out))) else []
+        touched = tensors_in(out) or tensors  # some write into what they get, and return nothing
+        self._kernel = _cut(kernels.transients(func, args, kwargs, out, self._card)) if any(map(is_virtual, touched)) else []
         return out
 
     def _is_virtual(self, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
@@ -468,14 +479,14 @@ class _Mode(Recorder):
 
     def _kernel_ends(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """All outputs are there; what the kernel takes after them, and the workspace of cuBLAS, which stays."""
-        device = next((t.device for t in tensors_in(out) if t.device.type == backend.NAME), None)
+        device = next((t.device for t in tensors_in(out) or tensors_in((args, kwargs)) if t.device.type == backend.NAME), None)
         if device is None:
             return
         last = [nbytes for part in self._kernel for nbytes in part]
         copies = next((i for i, nbytes in enumerate(last) if nbytes < 0), len(last))
         self._take(last[:copies], device)
-        if kernels.uses_cublas(func, args, kwargs) and (where := (device, self._now.in_backward())) not in self._workspaces:
-            self._workspaces[where] = self._workspace(kernels.cublas_workspace(self._card), device)
+        if cublas.uses_cublas(func, args, kwargs) and (where := (device, self._now.in_backward())) not in self._workspaces:
+            self._workspaces[where] = self._workspace(cublas.cublas_workspace(self._card), device)
         self._take(last[copies:], device)
         self._held.clear()
 
@@ -526,7 +537,7 @@ def _read_scalar(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str
 def _attention(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """In inference mode it comes here whole: what it is made of, as on a card."""
     with mode.again():
-        return kernels.attention(*args, **kwargs, capability=mode._card.capability)
+        return attention.attention(*args, **kwargs, capability=mode._card.capability)
 
 
 def _index(mode: _Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
