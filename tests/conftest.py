@@ -19,6 +19,7 @@ ALLOWED_SKIPS = {
     r"needs CUDA": "CI has no GPU",
     r"needs the real CUDA traces": "they are not part of the project",
     r"needs a CUDA build of torch": "its rules in C++ judge ours; torch for CPUs has none",
+    r"needs torchao": "it is an option, and compiles for a minute; its place is taken by one of the tests' own",
     r"judged with torch 2\.14": "other versions allocate here and there in another way",
 }
 """Skips that CI accepts: a pattern found in ``test id: reason``, and why it is fine."""

@@ -20,6 +20,7 @@ from torch.utils.data import DistributedSampler
 import vramlab as vl
 from vramlab.memory.trace import MemoryTrace
 from vramlab.parallel import RankWindow, ddp, launch, unused_parameters, windows
+from vramlab.parallel.data import begin_with_zeros
 from vramlab.techniques import Window, checkpoint_blocks, step_in_backward
 
 VOCABULARY, WIDTH, LENGTH, SIZE = 11, 8, 5, 2
@@ -87,6 +88,8 @@ class Case:
     kept: Callable[[int, int], int] = lambda rank, number: SIZE * LENGTH
     """Tokens that count in micro-batch ``number`` of a rank."""
     micro_batches: Callable[[int, int], int] = lambda rank, k: STEPS * k
+    in_place: bool = False
+    """Whether gradients are set to zero in DDP's buckets, and not to None."""
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -115,6 +118,9 @@ CASES = {
     "accumulation, uneven tokens counted on the way": Case(k=3, kept=unlike, known=False),
     "no token at all in the first micro-batches": Case(k=2, known=False, kept=lambda rank, number: 7 * (number % 2)),
     "nothing counts anywhere": Case(k=2, known=False, kept=lambda rank, number: 0),
+    "accumulation in the buckets": Case(k=3, kept=unlike, in_place=True),
+    "accumulation in the buckets, frozen and tied": Case(k=2, kept=unlike, known=False, frozen=True, tied=True, in_place=True),
+    "bf16 parameters, set to zero": Case(k=3, dtype=torch.bfloat16, kept=unlike, in_place=True),
     "amp-bf16": Case(k=2, amp=True, kept=unlike),
     "bf16 parameters": Case(k=3, dtype=torch.bfloat16, known=False, kept=unlike),
     "bf16 parameters, ranks with fewer micro-batches": Case(
@@ -161,7 +167,7 @@ def train(case: Case, model: nn.Module, parts: Iterator[Window[Batch]], reductio
         outcome.counts.append(window.count)
         outcome.reductions.append(reductions() - before)
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not case.in_place)
     outcome.parameters = {name: p.detach().clone() for name, p in plain(model).named_parameters()}
     return outcome
 
@@ -526,6 +532,40 @@ def test_a_window_that_counts_on_the_way_must_be_told() -> None:
     window: RankWindow[Batch] = RankWindow(1, model=ddp(Words()))
     with pytest.raises(ValueError, match="does not know how many items it holds"):
         window.share(torch.ones((), requires_grad=True))
+
+
+def storages(model: nn.Module) -> list[int]:
+    """Where the gradients lie."""
+    return [p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_of_zeros_become_parts_of_the_buckets_whenever_those_are_made() -> None:
+    plain = CASES["frozen"].model()
+    begin_with_zeros(plain.parameters())
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    assert len(storages(plain)) == len(trained)
+    assert all(p.grad is not None and p.grad.untyped_storage().nbytes() == p.element_size() for p in trained)
+    model = ddp(plain)
+    first = storages(plain)
+    assert len(set(first)) == 1  # before any backward
+    with model.no_sync():
+        loss_of(model, batch_of(0, 0, 10)).backward()
+    assert storages(plain) == first
+    loss_of(model, batch_of(0, 1, 10)).backward()
+    assert storages(plain) == first
+    begin_with_zeros(plain.parameters())
+    with model.no_sync():
+        out = loss_of(model, batch_of(0, 0, 10))
+        assert len(set(storages(plain))) == 1
+        assert all(not p.grad.any() for p in trained if p.grad is not None)
+        final = storages(plain)
+        out.backward()
+    loss_of(model, batch_of(0, 1, 10)).backward()
+    assert storages(plain) == final
+    alone = CASES["frozen"].model()
+    sum(loss_of(alone, batch_of(0, i, 10)) for i in range(2)).backward()
+    torch.testing.assert_close([p.grad for p in trained], [p.grad for p in alone.parameters() if p.requires_grad])
 
 
 @pytest.mark.usefixtures("alone")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -194,6 +195,76 @@ def test_with_torchao_its_optimizer_gets_the_options(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
     monkeypatch.setitem(sys.modules, "torchao.optim", module)
     optimizer = adamw_8bit([nn.Parameter(torch.ones(2))], lr=1e-4, betas=(0.8, 0.9), weight_decay=0.3)
-    assert type(optimizer) is AdamW8bit
+    assert isinstance(optimizer, AdamW8bit)
+    assert type(optimizer).__name__ == "AdamW8bit"
     group = optimizer.param_groups[0]
     assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-4, (0.8, 0.9), 0.3)
+
+
+class Compiling(torch.optim.Optimizer):
+    """As torchao's: the state is made by operators, and what follows is compiled."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if not self.state[p]:
+                self.state[p]["average"] = torch.zeros_like(p)
+            torch.compile(moved, fullgraph=True, backend="eager")(p.detach(), p.grad, self.state[p]["average"], self.param_groups[0]["lr"])
+
+
+def moved(p: torch.Tensor, gradient: torch.Tensor, average: torch.Tensor, lr: float) -> None:
+    average.lerp_(gradient, 0.1)
+    p.sub_(average, alpha=lr)
+
+
+@pytest.fixture(params=[False, True], ids=["first", "after one of its own"])
+def compiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What torchao could be; once an optimizer was made, torch has changed the class's step."""
+    kind = type("AdamW8bit", (Compiling,), {"step": Compiling.step})
+    if request.param:
+        kind([nn.Parameter(torch.ones(2))], lr=1.0)
+    module = types.ModuleType("torchao.optim")
+    module.AdamW8bit = kind  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.optim", module)
+    return kind
+
+
+def test_a_compiled_step_works_while_it_is_recorded_and_its_state_is_seen(compiling: Any) -> None:
+    layers = [nn.Linear(16, 16, bias=False) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    optimizers = [adamw_8bit(layers[0].parameters(), lr=0.5), compiling(layers[1].parameters(), lr=0.5)]
+    calls: list[str] = []
+    optimizers[0].register_step_post_hook(lambda *args: calls.append("stepped"))
+    x = torch.randn(4, 16)
+    for layer, optimizer in zip(layers, optimizers, strict=True):
+        with vl.record(layer, optimizer) if layer is layers[0] else nullcontext() as trace:
+            layer(x).square().sum().backward()
+            optimizer.step()
+        if trace is not None:
+            assert trace.breakdown("end").optimizer_state == 4 * 16 * 16
+    assert torch.equal(layers[0].weight, layers[1].weight)
+    assert calls == ["stepped"]
+
+
+def test_a_compiled_step_takes_a_closure(compiling: Any) -> None:
+    layer = nn.Linear(4, 1, bias=False)
+    before = layer.weight.detach().clone()
+
+    def closure() -> torch.Tensor:
+        loss = layer(torch.ones(4)).sum()
+        loss.backward()
+        return loss
+
+    loss = adamw_8bit(layer.parameters(), lr=1.0).step(closure)
+    assert loss == before.sum()
+    torch.testing.assert_close(layer.weight, before - 0.1)
+
+
+def test_without_torchao_but_with_its_like_a_run_learns(compiling: Any) -> None:
+    run = vl.run(vl.tasks.gpt("nano"), vl.Recipe(optimizer="adamw-8bit", micro_batch=2), steps=3, device="cpu", progress=False)
+    assert run.status == "finished"
+    assert run.breakdown.optimizer_state == run.breakdown.parameters

@@ -16,6 +16,7 @@ ORDER = [
     "vramlab.units",
     "vramlab.gpus",
     "vramlab.recipe",
+    "vramlab.interrupts",
     "vramlab.memory.trace",
     "vramlab.memory.allocator",
     "vramlab.memory.steady",

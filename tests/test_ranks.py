@@ -1,25 +1,40 @@
 """Training and recording in several ranks: what train(), run(), record() and Precision do there, from one start of two ranks."""
 
+import dataclasses
+import importlib
+import importlib.util
 import io
+import itertools
 import json
+import os
+import pickle
 import random
 import re
-from collections.abc import Callable
-from contextlib import redirect_stdout
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import vramlab as vl
+from vramlab import experiments
 from vramlab.command import main
 from vramlab.memory.trace import Category, MemoryTrace
 from vramlab.parallel.choose import choose_way
+from vramlab.parallel.data import DataParallel
 from vramlab.techniques.precision import Precision
 from vramlab.training import train
+
+launching: Any = importlib.import_module("vramlab.parallel.launch")  # the package has a function of that name
 
 CPU = torch.device("cpu")
 TASK = vl.tasks.gpt("nano")
@@ -85,13 +100,22 @@ def said(action: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def ddp_steps() -> list[tuple[float, MemoryTrace | None]]:
-    found = []
-    for report in train(TASK, DDP.with_(accumulation=2), "cpu", record_every=1):
-        found.append((report.loss, report.memory))
-        if report.step == 2:
-            return found
-    raise AssertionError
+def ddp_steps(optimizer: str, accumulation: int) -> list[tuple[float, MemoryTrace]]:
+    torch.manual_seed(dist.get_rank())
+    recipe = DDP.with_(optimizer=optimizer, optimizer_impl="loop", accumulation=accumulation)
+    with closing(train(TASK, recipe, "cpu", record_every=1)) as steps:
+        return [(report.loss, report.memory) for report in itertools.islice(steps, 3) if report.memory is not None]
+
+
+def adding_up(optimizer: str) -> dict[str, list[tuple[float, MemoryTrace]]]:
+    """Steps of one micro-batch, of two, and of two whose gradients are made anew in each window, as PyTorch does it by itself."""
+    found = {"one": ddp_steps(optimizer, 1), "two": ddp_steps(optimizer, 2)}
+    ours = DataParallel._adds_up_in_buckets
+    try:
+        DataParallel._adds_up_in_buckets = lambda self, model: False  # type: ignore[method-assign]
+        return found | {"beside": ddp_steps(optimizer, 2)}
+    finally:
+        DataParallel._adds_up_in_buckets = ours  # type: ignore[method-assign]
 
 
 def work() -> dict[str, Any]:
@@ -102,7 +126,7 @@ def work() -> dict[str, Any]:
         "copies": clipped(copies=True),
         "sharded": sharded_traces(),
         "wrong size": said(lambda: choose_way(DDP.with_(ranks=3), CPU)),
-        "ddp": ddp_steps(),
+        "ddp": {optimizer: adding_up(optimizer) for optimizer in ("adamw", "sgd")},
         "run": vl.run(TASK, DDP, steps=1, progress=False).losses,
         "pipeline": vl.run(TASK, PIPELINE, steps=2, progress=False).trace,
     }
@@ -159,12 +183,25 @@ def test_a_recorder_follows_the_parameters_that_fsdp_gathers_and_frees(ranks: li
                 assert trace.baseline == 2 * block + 4 * block + 4 * 4 * 4
 
 
-def test_ddp_keeps_its_buckets_beside_gradients_that_were_accumulated_outside(ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_micro_batches_add_up_in_the_buckets_of_ddp_and_cost_nothing(optimizer: str, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        (first, _), (second, trace) = rank["ddp"]
-        assert second < first
-        assert trace is not None
-        assert trace.breakdown().buckets == trace.breakdown().gradients == PARAMETERS
+        one, two, beside = ([trace.peak for _, trace in rank["ddp"][optimizer][name]] for name in ("one", "two", "beside"))
+        assert two == pytest.approx(one, abs=64)  # a few numbers of the window
+        assert [b - t for b, t in zip(beside, two, strict=True)][1:] == pytest.approx([PARAMETERS] * 2, abs=64)
+        for _, trace in rank["ddp"][optimizer]["two"]:
+            gradients = np.where(trace.events.category == Category.GRADIENTS, trace.events.nbytes, 0)
+            assert np.cumsum(gradients).max() < PARAMETERS / 3  # one after the other, and gone when it is added
+            assert trace.breakdown().buckets == PARAMETERS
+        assert rank["ddp"][optimizer]["beside"][1][1].breakdown().gradients == PARAMETERS
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_what_adds_up_in_the_buckets_is_the_same_to_the_bit(optimizer: str, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        two, beside = ([loss for loss, _ in rank["ddp"][optimizer][name]] for name in ("two", "beside"))
+        assert two == beside
+        assert len(set(two)) == 3
 
 
 def test_a_group_of_another_size_than_the_recipe_is_refused(ranks: list[dict[str, Any]]) -> None:
@@ -198,6 +235,182 @@ def test_run_starts_the_ranks_and_keeps_what_each_measured() -> None:
     assert [rank.breakdown.buckets for rank in run.ranks] == [PARAMETERS, PARAMETERS]
     assert "ranks" in repr(run)
     assert run.throughput is not None
+
+
+def then(action: Callable[[], None], *, rank: int) -> Any:
+    """The task; in one rank something happens when all ranks have told of two steps and begin the third."""
+    batches = itertools.count(1)
+
+    def batch(size: int, device: torch.device) -> Any:
+        if next(batches) == 3:
+            dist.barrier()
+            if dist.get_rank() == rank:
+                action()
+        return TASK.batch(size, device)
+
+    return dataclasses.replace(TASK, batch=batch)
+
+
+def ctrl_c(process: int) -> None:
+    os.kill(process, signal.SIGINT)
+
+
+def folder_of_the_launch() -> Path:
+    from vramlab.parallel.rank import _followed  # here, as this travels with what it refers to
+
+    return _followed[0][0]
+
+
+class Bar:
+    """Keeps what a progress bar shows."""
+
+    def __init__(self, **options: Any) -> None:
+        self.shown: list[str] = []
+        self.disabled = options["disable"]
+        bars.append(self)
+
+    def __enter__(self) -> "Bar":
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def set_postfix_str(self, text: str, refresh: bool) -> None:
+        self.shown.append(text)
+
+    def update(self) -> None: ...
+
+
+bars: list[Bar] = []
+
+
+@pytest.fixture
+def nobody_stays() -> Iterator[None]:
+    """No process is left behind, nor a file, nor a signal handler."""
+
+    def there() -> tuple[Any, ...]:
+        files = sorted(Path(tempfile.gettempdir()).glob("vramlab-*/ready-0"))
+        return {p.pid for p in psutil.Process().children(recursive=True)}, files, signal.getsignal(signal.SIGINT)
+
+    before = there()
+    yield
+    assert there() == before
+
+
+@pytest.mark.usefixtures("nobody_stays")
+def test_the_first_ctrl_c_ends_all_ranks_after_the_same_step() -> None:
+    parent = os.getpid()
+    run = vl.run(then(lambda: ctrl_c(parent), rank=1), DDP, steps=100_000, device="cpu", progress=False)
+    assert 3 <= len(run.reports) < 100_000
+    assert [len(rank.reports) for rank in run.ranks] == [len(run.reports)] * 2
+    assert run.losses == run.ranks[1].losses
+    assert [run.status, *(rank.status for rank in run.ranks)] == ["interrupted"] * 3
+
+
+@pytest.mark.usefixtures("nobody_stays")
+def test_the_second_ctrl_c_ends_all_ranks_at_once_and_keeps_what_they_had_finished() -> None:
+    parent = os.getpid()
+
+    def twice() -> None:
+        ctrl_c(parent)
+        while not (folder_of_the_launch() / "stop").exists():  # it has heard the first
+            time.sleep(0.01)
+        ctrl_c(parent)
+        time.sleep(600)
+
+    run = vl.run(then(twice, rank=0), DDP, steps=100_000, device="cpu", progress=False)
+    assert [[report.step for report in one.reports] for one in (run, *run.ranks)] == [[1, 2]] * 3
+    assert [run.status, *(rank.status for rank in run.ranks)] == ["interrupted"] * 3
+    assert run.peak is not None
+    assert run.device == run.ranks[0].device == CPU
+
+
+@pytest.mark.usefixtures("nobody_stays")
+def test_an_error_in_one_rank_carries_the_finished_steps_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vramlab.experiments.tqdm", Bar)
+    with pytest.raises(ZeroDivisionError) as caught:
+        vl.run(then(lambda: print(1 // 0), rank=1), DDP, steps=100_000, device="cpu")
+    run = caught.value.run
+    assert [[report.step for report in one.reports] for one in (run, *run.ranks)] == [[1, 2]] * 3
+    error = "ZeroDivisionError: integer division or modulo by zero"
+    assert [run.status, *(rank.status for rank in run.ranks)] == [error, "stopped", error]
+    assert caught.value.__notes__ == ["Raised in rank 1 of 2; the other ranks were stopped.", "2 finished steps are kept in error.run."]
+    (bar,) = bars
+    assert [re.sub("[0-9.]+ (MiB)", r"x \1", shown) for shown in bar.shown] == [f"loss {loss:.3f}, peak x MiB" for loss in run.losses]
+    assert not bar.disabled
+
+
+def test_ctrl_c_before_the_ranks_have_begun_ends_them_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted_when_it_starts(*args: Any, **kwargs: Any) -> Any:
+        agent = start(*args, **kwargs)
+        signal.raise_signal(signal.SIGINT)
+        return agent
+
+    start = launching.subprocess.Popen
+    monkeypatch.setattr(launching.subprocess, "Popen", interrupted_when_it_starts)
+    run = vl.run(TASK, DDP, device="cpu", progress=False)
+    assert (run.status, run.reports, [rank.reports for rank in run.ranks]) == ("interrupted", [], [[], []])
+
+
+def same_batch(size: int, device: torch.device) -> Any:
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        return TASK.batch(size, device)
+
+
+SAME = dataclasses.replace(TASK, batch=same_batch)
+EIGHT_BIT = vl.Recipe(optimizer="adamw-8bit", micro_batch=4)
+
+
+def eight_bit_in_ranks() -> dict[str, experiments.Run]:
+    ways = {"ddp": DDP.with_(optimizer="adamw-8bit"), "zero1": DDP.with_(optimizer="adamw-8bit", parallel="zero1", accumulation=2)}
+    return {name: vl.run(SAME, way, steps=3, progress=False) for name, way in ways.items()}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+@pytest.mark.filterwarnings("ignore")
+def test_eight_bits_learn_in_ranks_what_they_learn_in_one_process() -> None:
+    alone = vl.run(SAME, EIGHT_BIT, steps=3, device="cpu", progress=False)
+    assert alone.losses[2] < alone.losses[0]
+    ours = vl.parallel.launch(eight_bit_in_ranks, ranks=2, device="cpu", timeout=500)
+    for runs in ours:
+        for run in runs.values():
+            assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+    state = alone.breakdown.optimizer_state
+    assert 2 * PARAMETERS / 4 < state < 2.3 * PARAMETERS / 4
+    assert [runs["ddp"].breakdown.optimizer_state for runs in ours] == [state, state]
+    assert sum(runs["zero1"].breakdown.optimizer_state for runs in ours) == state
+    for way, run in {"ddp": DDP, "zero1": DDP.with_(parallel="zero1", accumulation=2)}.items():
+        plan = vl.plan(TASK, run.with_(optimizer="adamw-8bit"), "RTX 4090")
+        planned = [rank.breakdown.optimizer_state for rank in plan.ranks]
+        assert planned == pytest.approx([runs[way].breakdown.optimizer_state for runs in ours], rel=0.001)
+
+
+def test_half_a_value_is_not_heard_until_it_is_whole(tmp_path: Path) -> None:
+    one, two = (len(data).to_bytes(8, "big") + data for data in map(pickle.dumps, ("first", "second")))
+    told = launching._Told(tmp_path, 1)
+    assert list(told.values()) == []
+    for written, heard in ((one + two[:3], ["first"]), (two[3:12], []), (two[12:], ["second"]), (b"", [])):
+        with open(tmp_path / "told-1", "ab") as file:
+            file.write(written)
+        assert list(told.values()) == heard
+
+
+def test_where_nobody_listens_a_rank_returns_its_steps_or_keeps_them_in_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under torchrun, where run() is called in the rank itself."""
+
+    def here(function: Callable[..., Any], *args: Any, heard: Any, ranks: int, device: str, seed: int) -> tuple[list[Any], bool]:
+        return [function(*args)], False
+
+    monkeypatch.setattr("vramlab.experiments.follow", here)
+    alone, options = vl.Recipe(micro_batch=2), {"device": "cpu", "seed": 0, "record_every": 50, "progress": False, "on_step": None}
+    run = experiments._run_ranks(TASK, alone, 2, **options)
+    assert (run.status, len(run.reports), len(run.ranks)) == ("finished", 2, 1)
+    count = itertools.count()
+    failing = dataclasses.replace(TASK, batch=lambda size, device: TASK.batch(size // (next(count) < 1), device))
+    with pytest.raises(ZeroDivisionError) as caught:
+        experiments._run_ranks(failing, alone, 2, **options)
+    assert len(caught.value.run.reports) == 1  # type: ignore[attr-defined]
+    assert caught.value.__notes__ == ["1 finished steps are kept in error.run."]
 
 
 def test_the_command_line_trains_in_ranks() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,7 +26,8 @@ from vramlab.gpus import GPU, gpu
 from vramlab.memory.free import forget_backward, release
 from vramlab.memory.report import OutOfMemoryReport
 from vramlab.memory.trace import NO_EVENTS, MemoryBreakdown, MemoryTrace
-from vramlab.parallel.launch import launch
+from vramlab.parallel.launch import follow
+from vramlab.parallel.rank import is_last_round, tell
 from vramlab.planning import Plan, named, plan, single_changes
 from vramlab.recipe import Recipe
 from vramlab.tasks import Task
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 # Torch's random numbers, the device's peak counters and the machine's speed are shared by all threads.
 _alone = threading.Lock()
 _running_in: int | None = None  # the thread that holds the lock
+KEPT = " finished steps are kept in error.run."
 PATIENCE = 20.0  # seconds that a run waits for another, such as a lab's two measured steps
 
 
@@ -233,7 +235,8 @@ def run(
     takes micro-batches of its own, and the ``ranks`` of the run hold what each measured.
 
     Returns:
-        The `Run`. Ctrl-C ends it after the step it falls into and returns what was measured until then.
+        The `Run`. Ctrl-C ends it after the step it falls into and returns what was measured until then. Ranks started here end
+        together after one more step; a second Ctrl-C ends them at once, and each rank's finished steps are kept.
 
     Raises:
         RuntimeError: another run in this process does not end within 20 seconds.
@@ -246,7 +249,7 @@ def run(
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps is a whole number of at least 1, got {steps!r}; let on_step return True to stop earlier.")
     if recipe.ranks > 1 and not dist.is_initialized():
-        return _run_ranks(task, recipe, steps, device, seed, record_every, on_step)
+        return _run_ranks(task, recipe, steps, device, seed, record_every, progress, on_step)
     # A run inside a run (from on_step, say) would wait for itself.
     if not _alone.acquire(timeout=0 if _running_in == threading.get_ident() else PATIENCE):
         raise RuntimeError("One run at a time: another one is going on in this process (in a Lab, say). Stop it first.")
@@ -267,9 +270,10 @@ def _run_ranks(
     device: torch.device | GPU | str,
     seed: int,
     record_every: int,
+    progress: bool,
     on_step: Callable[[Run], bool | None] | None,
 ) -> Run:
-    """The same run in ``recipe.ranks`` processes."""
+    """The same run in ``recipe.ranks`` processes, which tell of each step as it ends."""
     if on_step is not None:
         raise ValueError("on_step is called in this process, and several ranks train in theirs; call run() inside vl.parallel.launch().")
     place = _choose(device) if not isinstance(device, str) or device != "auto" else "auto"
@@ -278,15 +282,86 @@ def _run_ranks(
     if isinstance(place, torch.device) and place.index is not None:
         raise ValueError(f"Each rank takes a card of its own, got device={str(place)!r} for {recipe.ranks} ranks; write device='cuda'.")
     kind = place if isinstance(place, str) else place.type
-    runs = launch(_one_rank, task, recipe, steps, seed, record_every, ranks=recipe.ranks, device=kind, seed=seed, timeout=None)
-    ranks = [Run(task, recipe, found, reports, status) for found, reports, status in runs]
-    return Run(task, recipe, ranks[0].device, ranks[0].reports, ranks[0].status, ranks=ranks)
+    ranks = [Run(task, recipe, choose_device(kind)) for _ in range(recipe.ranks)]
+    result = Run(task, recipe, ranks[0].device, ranks[0].reports, ranks=ranks)
+
+    def heard(rank: int, news: _News) -> None:
+        known = ranks[rank]
+        known.device, known.status, known.failed_trace = news.device, news.status, news.failed_trace
+        result.device = ranks[0].device
+        if news.report is not None and news.report.step > len(known.reports):
+            known.reports.append(news.report)
+            if rank == 0:
+                _advance(bar, result)
+
+    try:
+        with tqdm(total=steps, desc=task.name, disable=not progress, leave=False) as bar:
+            work = (_one_rank, task, recipe, steps, seed, record_every)
+            untold, interrupted = follow(*work, heard=heard, ranks=recipe.ranks, device=kind, seed=seed)
+            for rank, everything in enumerate(untold):
+                for news in everything:
+                    heard(rank, news)
+        result.status = "interrupted" if interrupted else ranks[0].status
+    except KeyboardInterrupt:
+        result.status = "interrupted"
+    except BaseException as error:
+        result.status = f"{type(error).__name__}: {error}"
+        result.failed_trace = next((rank.failed_trace for rank in ranks if rank.failed_trace is not None), None)
+        if not hasattr(error, "run"):  # else it is that of this process, a rank of torchrun's
+            _keep(result, error)
+        raise
+    finally:
+        for known in ranks:
+            if result.status == "interrupted" or known.status == "running":
+                known.status = "interrupted" if result.status == "interrupted" else "stopped"
+    return result
 
 
-def _one_rank(task: Task, recipe: Recipe, steps: int, seed: int, record_every: int) -> tuple[torch.device | GPU, list[StepReport], str]:
-    """In a rank: what can leave it."""
-    done = run(task, recipe, steps=steps, seed=seed, record_every=record_every, progress=False)
-    return done.device, done.reports, done.status
+@dataclass(frozen=True)
+class _News:
+    """What a rank tells of its run: each finished step, and how the run ended."""
+
+    device: torch.device | GPU
+    status: str
+    report: StepReport | None = None
+    failed_trace: MemoryTrace | None = None
+
+
+def _one_rank(task: Task, recipe: Recipe, steps: int, seed: int, record_every: int) -> list[_News]:
+    """In a rank; returns what there was nobody to tell."""
+    untold: list[_News] = []
+
+    def say(news: _News) -> bool:
+        if not (told := tell(news)):
+            untold.append(news)
+        return told
+
+    def on_step(run: Run) -> bool:
+        say(_News(run.device, run.status, run.reports[-1]))
+        return is_last_round(run.reports[-1].step)
+
+    try:
+        done = run(task, recipe, steps=steps, seed=seed, record_every=record_every, progress=False, on_step=on_step)
+    except BaseException as error:
+        failed: Run | None = getattr(error, "run", None)
+        if failed is not None and say(_News(failed.device, failed.status, failed_trace=failed.failed_trace)):
+            del error.run  # type: ignore[attr-defined]  # all of it was told
+        raise
+    say(_News(done.device, done.status))
+    return untold
+
+
+def _advance(bar: Any, run: Run) -> None:
+    """Show one more step."""
+    bar.set_postfix_str(f"loss {run.reports[-1].loss:.3f}, peak {format_bytes(run.peak or 0)}", refresh=False)
+    bar.update()
+
+
+def _keep(run: Run, error: BaseException) -> None:
+    """Let an exception carry the finished steps, and say so; once, if a rank's exception did already."""
+    error.run = run  # type: ignore[attr-defined]
+    notes = [note for note in getattr(error, "__notes__", []) if not note.endswith(KEPT)]
+    error.__notes__ = [*notes, f"{len(run.reports)}{KEPT}"]
 
 
 def _run_alone(
@@ -309,8 +384,7 @@ def _run_alone(
         ):
             for report in _reports(task, recipe, device, seed, record_every):
                 result.reports.append(report)
-                bar.set_postfix_str(f"loss {report.loss:.3f}, peak {format_bytes(result.peak or 0)}", refresh=False)
-                bar.update()
+                _advance(bar, result)
                 if report.interrupted:
                     raise KeyboardInterrupt
                 if (on_step is not None and on_step(result)) or report.step == steps:
@@ -323,8 +397,7 @@ def _run_alone(
     except BaseException as error:
         result.status = f"{type(error).__name__}: {error}"
         result.failed_trace = getattr(error, "trace", None)
-        error.run = result  # type: ignore[attr-defined]
-        error.add_note(f"{len(result.reports)} finished steps are kept in error.run.")
+        _keep(result, error)
         _explain(error, result)
         _release_memory(error)
         raise

@@ -5,19 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import signal
-import threading
 import weakref
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
 from vramlab.devices import PeakCounters, Stopwatch, building, choose_device, is_virtual_device
+from vramlab.interrupts import deferred_interrupt
 from vramlab.memory.recorder import record
 from vramlab.memory.trace import DeviceCounters, MemoryTrace
 from vramlab.parallel.choose import choose_way
@@ -133,7 +131,7 @@ def train_window(
     with around_window(recipe):
         window = way.window(model, batches(), loss, precision)
         stepped = way.step(precision, optimizer)
-    optimizer.zero_grad()
+    way.clear(model, optimizer)
     return window, stepped
 
 
@@ -197,28 +195,6 @@ def keep_trace(recorder: Any) -> Iterator[MemoryTrace]:
         except BaseException as error:
             error.trace = trace  # type: ignore[attr-defined]
             raise
-
-
-@contextmanager
-def deferred_interrupt() -> Iterator[list[int]]:
-    """Let Ctrl-C wait for the end of the block: the list then holds the signal. A second Ctrl-C acts at once."""
-    previous = signal.getsignal(signal.SIGINT)
-    waiting: list[int] = []
-    # Only the main thread gets signals; a handler set by other means than Python's is left alone.
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
-        yield waiting
-        return
-
-    def wait(number: int, frame: FrameType | None) -> None:
-        if waiting:
-            previous(number, frame)
-        waiting.append(number)
-
-    signal.signal(signal.SIGINT, wait)
-    try:
-        yield waiting
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def check_arguments(task: Task, recipe: Recipe, record_every: int | None = None) -> None:

@@ -29,7 +29,9 @@ from vramlab.memory.allocator import CachingAllocator
 from vramlab.memory.steady import rows_of
 from vramlab.memory.trace import Category, MemoryTrace
 from vramlab.parallel import launch
+from vramlab.parallel.data import begin_with_zeros
 from vramlab.tasks import Task
+from vramlab.techniques.low_bit import _compiled_out_of_sight
 from vramlab.virtual import backend
 from vramlab.virtual.buckets import _assignment
 from vramlab.virtual.device import VirtualGPU, virtual_gpu
@@ -38,10 +40,12 @@ from vramlab.virtual.traffic import A100_NVLINK, WITHOUT_P2P, Call, Communicatio
 
 RANKS = 4
 CARD = gpu("RTX 4090")
-STEPS = 4  # gloo's own threads hold what they send a moment longer, at times; the lowest of these peaks is without
+STEPS = 6  # gloo's own threads hold what they send a moment longer, at times; the lowest of these peaks is without
 WAYS = {
     "ddp": {"parallel": "ddp"},
     "ddp accumulating": {"parallel": "ddp", "accumulation": 3},
+    "ddp accumulating twice, sgd": {"parallel": "ddp", "accumulation": 2, "optimizer": "sgd"},
+    "ddp accumulating, foreach": {"parallel": "ddp", "accumulation": 2, "optimizer_impl": "foreach"},
     "zero1": {"parallel": "zero1"},
     "zero1 accumulating": {"parallel": "zero1", "accumulation": 3},
     "zero2": {"parallel": "zero2"},
@@ -221,6 +225,20 @@ def test_a_gradient_is_kept_once_as_a_view_of_a_bucket_and_twice_otherwise(as_vi
     assert pair.allocated - before == (0 if as_view else weight.nbytes) + 2 * CARD.cublas_workspace
 
 
+def test_gradients_of_zeros_are_views_of_the_buckets_from_the_start(pair: VirtualGPU) -> None:
+    layer = nn.Linear(512, 512, bias=False).to(pair.device)
+    before = pair.allocated
+    begin_with_zeros(layer.parameters())
+    model = DistributedDataParallel(layer, gradient_as_bucket_view=True)
+    assert pair.allocated - before == layer.weight.nbytes  # the bucket; the zero has gone
+    with model.no_sync():
+        model(torch.ones(1, 512, device=pair.device)).sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad._is_view()
+    assert pair.allocated - before == layer.weight.nbytes + 2 * CARD.cublas_workspace
+    assert not pair.communication().by_kind.get("all-reduce")
+
+
 def test_without_synchronisation_gradients_lie_beside_the_buckets(pair: VirtualGPU) -> None:
     model = DistributedDataParallel(nn.Linear(512, 512, bias=False).to(pair.device), gradient_as_bucket_view=True)
     with model.no_sync():
@@ -253,6 +271,43 @@ def test_sparse_gradients_and_communication_hooks_are_refused(pair: VirtualGPU) 
 def test_ddp_on_real_tensors_is_left_alone(pair: VirtualGPU) -> None:
     model = DistributedDataParallel(nn.Linear(4, 4))
     assert type(model.reducer).__module__ == "torch._C._distributed_c10d"
+
+
+# What is compiled
+
+
+class Compiling(torch.optim.Optimizer):
+    """As torchao's 8-bit AdamW: operators make the state, and the rest is compiled."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if not self.state[p]:
+                self.state[p]["average"] = torch.zeros_like(p)
+            torch.compile(Compiling.moved, fullgraph=True)(p.detach(), p.grad, self.state[p]["average"])
+
+    @staticmethod
+    def moved(p: torch.Tensor, gradient: torch.Tensor, average: torch.Tensor) -> None:
+        average.copy_((average.double() + gradient.double()).to(average.dtype))
+        p.sub_(average)
+
+
+@pytest.mark.parametrize("way", ["none", "zero1"])
+def test_a_compiled_step_makes_its_state_and_holds_nothing_else(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vramlab.techniques.choose.adamw_8bit", _compiled_out_of_sight(Compiling))
+    shared = {"parallel": way, "ranks": 2} if way != "none" else {}
+    fields = planning.trace_steps(UNEVEN, vl.Recipe(optimizer="adamw-8bit", **shared), CARD)
+    trace = fields["trace"]
+    sizes = [p.nbytes for p in Uneven().parameters()]
+    state = sum(sizes) if way == "none" else 4 * dealt_out([tuple(p.shape) for p in Uneven().parameters()], 2)[0]
+    assert trace.breakdown("end").optimizer_state == state
+    phases = trace.timeline()
+    stepping = phases[phases["phase"] == "step"]
+    assert len(stepping)
+    assert stepping[Category.TEMPORARY.label].max() <= 16  # the loss and the count of the window
 
 
 # Ranks

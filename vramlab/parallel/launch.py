@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from vramlab.devices import choose_device
-from vramlab.parallel.rank import LAUNCHED, as_rank, command, end_processes, is_running, pack_result, write
+from vramlab.interrupts import deferred_interrupt
+from vramlab.parallel.rank import LAUNCHED, TOLD_SIZE, as_rank, command, end_processes, is_running, pack_result, write
 from vramlab.virtual.travel import cause_of_death, name_of, pickled, revive
 
 T = TypeVar("T")
@@ -90,9 +91,43 @@ def launch(
         ValueError: ``ranks`` below 1 or above the number of CUDA devices, an unknown device, a timeout that is not positive.
         RuntimeError: launch() inside a rank of launch().
     """
+    return _launch(function, args, kwargs, ranks, device, timeout, seed)[0]
+
+
+def follow(
+    function: Callable[..., T], *args: Any, heard: Callable[[int, Any], None], ranks: int, device: str, seed: int
+) -> tuple[list[T], bool]:
+    """`launch` without a timeout, and hear meanwhile what the ranks `tell`.
+
+    The first Ctrl-C asks them to end after a round of their work (see `is_last_round`), and before they have all begun
+    ends them; a second one ends them at once. Under torchrun all that is left to torchrun.
+
+    Args:
+        heard: called here with a rank's number and a value; twice with the same one if Ctrl-C comes in between.
+
+    Returns:
+        The results, and whether the ranks were asked to end.
+
+    Raises:
+        KeyboardInterrupt: the ranks were ended.
+        Exception: what `launch` raises.
+    """
+    return _launch(function, args, {}, ranks, device, None, seed, heard)
+
+
+def _launch(
+    function: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    ranks: int,
+    device: str,
+    timeout: float | None,
+    seed: int,
+    heard: Callable[[int, Any], None] | None = None,
+) -> tuple[list[T], bool]:
     _check(function, ranks, timeout)
     if _under_torchrun(ranks):
-        return _run_as_rank(function, args, kwargs, device, timeout, seed)
+        return _run_as_rank(function, args, kwargs, device, timeout, seed), False
     kind = _device_type(device, ranks)
     try:
         call = pickled((function, args, kwargs))
@@ -101,11 +136,15 @@ def launch(
             f"{name_of(function)} and its arguments travel to the ranks, and one of them cannot be pickled: {error}. "
             "Make what cannot travel (an open file, a lock, a generator, a process group) inside the function."
         ) from error
-    settings = {"device": kind, "seed": seed, "timeout": timeout}
-    with tempfile.TemporaryDirectory(prefix="vramlab-", ignore_cleanup_errors=True) as folder:
+    settings = {"device": kind, "seed": seed, "timeout": timeout, "followed": heard is not None}
+    deferring: contextlib.AbstractContextManager[list[int]] = contextlib.nullcontext([]) if heard is None else deferred_interrupt()
+    with (
+        deferring as interrupted,
+        tempfile.TemporaryDirectory(prefix="vramlab-", ignore_cleanup_errors=True) as folder,
+    ):
         write(Path(folder, "call"), pickle.dumps((settings, call)))
-        with _Job(Path(folder), ranks, kind, name_of(function)) as job:
-            return job.results(timeout)
+        with _Job(Path(folder), ranks, kind, name_of(function), heard, interrupted) as job:
+            return job.results(timeout), bool(interrupted)
 
 
 def _check(function: Any, ranks: Any, timeout: Any) -> None:
@@ -149,7 +188,7 @@ def _device_type(device: str, ranks: int) -> str:
         shortage = f"{ranks} ranks need {ranks} CUDA devices, one each, and there are {torch.cuda.device_count()}"
         if str(device) != "auto":
             raise ValueError(f"{shortage}. Set ranks={torch.cuda.device_count()}, or device='cpu' to try it out.")
-        warnings.warn(f"{shortage}: they run on the CPU. Give device='cpu' to say that this is meant.", stacklevel=3)
+        warnings.warn(f"{shortage}: they run on the CPU. Give device='cpu' to say that this is meant.", stacklevel=4)
         return "cpu"
     return chosen.type
 
@@ -178,8 +217,18 @@ def _run_as_rank(function: Callable[..., T], args: Any, kwargs: dict[str, Any], 
 class _Job:
     """The agent and its ranks as seen by the process that called launch(); leaving the block ends them all."""
 
-    def __init__(self, folder: Path, ranks: int, kind: str, name: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        ranks: int,
+        kind: str,
+        name: str,
+        heard: Callable[[int, Any], None] | None = None,
+        interrupted: Sequence[int] = (),
+    ) -> None:
         self._folder, self._ranks, self._kind, self._name = folder, range(ranks), kind, name
+        self._heard, self._interrupted = heard, interrupted
+        self._told = [_Told(folder, rank) for rank in self._ranks]
         self._outputs = [_Output(folder, rank, stream) for rank in self._ranks for stream in ("stdout", "stderr")]
         with open(folder / "agent", "wb") as log:
             self._agent = subprocess.Popen(
@@ -212,12 +261,21 @@ class _Job:
                 raise self._failure()
             if not running and len(self._there("ready")) == len(self._ranks):
                 began, running = time.monotonic(), True
+            self._heed(running)
             limit = timeout if running else STARTING
             if limit is not None and time.monotonic() - began > limit:
                 raise self._hang(limit, running)
             time.sleep(TICK)
         self._wait(GRACE, lambda: not self._alive())
         return [self._unpacked(rank) for rank in self._ranks]
+
+    def _heed(self, running: bool) -> None:
+        """After a Ctrl-C let the ranks end together, if they have begun."""
+        stop = self._folder / "stop"
+        if self._interrupted and not stop.exists():
+            if not running:
+                raise KeyboardInterrupt
+            write(stop, b"")
 
     def _unpacked(self, rank: int) -> Any:
         try:
@@ -237,6 +295,10 @@ class _Job:
     def _forward(self, last: bool = False) -> None:
         for output in self._outputs:
             output.forward(last)
+        if self._heard is not None:
+            for rank, told in enumerate(self._told):
+                for value in told.values():
+                    self._heard(rank, value)
 
     def _wait(self, seconds: float, until: Callable[[], bool]) -> None:
         deadline = time.monotonic() + seconds
@@ -382,6 +444,26 @@ class _Output:
             with contextlib.suppress(ValueError, OSError):  # it is closed
                 stream.write("".join(self._label + line for line in lines))
                 stream.flush()
+
+
+class _Told:
+    """What a rank tells: whole values alone, as it may have been ended in the middle of one."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path, self._position = folder / f"told-{rank}", 0
+
+    def values(self) -> Iterator[Any]:
+        """Those that are new."""
+        if not self._path.exists():
+            return
+        with open(self._path, "rb") as file:
+            file.seek(self._position)
+            while len(size := file.read(TOLD_SIZE)) == TOLD_SIZE:
+                data = file.read(int.from_bytes(size, "big"))
+                if len(data) < int.from_bytes(size, "big"):
+                    return
+                yield pickle.loads(data)
+                self._position = file.tell()  # after it: better heard twice than never, if Ctrl-C comes here
 
 
 def _environment() -> dict[str, str]:

@@ -31,6 +31,7 @@ from vramlab.virtual.travel import name_of, pack_error, pickled
 LAUNCHED = "VRAMLAB_LAUNCHED"  # in the environment of every rank that launch() started: the agent's process
 KILLING = 5.0  # s: a killed process can take a moment to give back its memory
 WATCH = 0.5  # s: how often a rank looks whether its agent is still there
+TOLD_SIZE = 8  # bytes in front of each value that a rank tells: how many follow
 MARGIN = 60.0  # s: the parent's timeout comes first, as it can show every rank's stack and a collective only its own
 # -P keeps a user's json.py in the working directory from being taken for Python's own; then sys.path becomes the parent's.
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from vramlab.parallel.rank import {0}; {0}(sys.argv[2:])"
@@ -105,6 +106,8 @@ def serve(arguments: list[str]) -> None:
     write(folder / f"pid-{rank}", str(os.getpid()).encode())
     try:
         settings, call = pickle.loads((folder / "call").read_bytes())
+        if settings["followed"]:
+            _followed.append((folder, rank))
         with as_rank(settings["device"], settings["seed"], settings["timeout"]):
             try:
                 result = _called(folder, rank, call)
@@ -123,6 +126,37 @@ def _called(folder: Path, rank: int, call: bytes) -> bytes:
     function, args, kwargs = load(call)
     write(folder / f"ready-{rank}", b"")
     return pack_result(function, function(*args, **kwargs))
+
+
+# While the function goes on
+
+_followed: list[tuple[Path, int]] = []  # the folder of the `follow` that started this process, and its rank
+
+
+def tell(value: Any) -> bool:
+    """Hand a value to the process that called `follow`, at once; False in a process that it did not start."""
+    for folder, rank in _followed:
+        data = pickled(value)
+        with open(folder / f"told-{rank}", "ab") as file:
+            file.write(len(data).to_bytes(TOLD_SIZE, "big") + data)
+    return bool(_followed)
+
+
+def is_last_round(number: int) -> bool:
+    """Whether all ranks end after this round of their work, since the caller of `follow` wants that: all get the same answer.
+
+    Rank 0 alone looks what the caller wants, and names the next round. A rank can end that one only after rank 0
+    has begun it, so it finds the name there.
+
+    Args:
+        number: of the round. Each has a collective of all ranks.
+    """
+    for folder, rank in _followed:
+        last = folder / "last"
+        if rank == 0 and (folder / "stop").exists() and not last.exists():
+            write(last, str(number + 1).encode())
+        return last.exists() and number >= int(last.read_bytes())
+    return False
 
 
 def _leave(folder: Path, rank: int, error: BaseException) -> None:

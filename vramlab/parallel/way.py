@@ -104,6 +104,10 @@ class Way:
         """Clip and step; whether the parameters moved."""
         return precision.step(optimizer, self.recipe.clip_norm, group=self.group)
 
+    def clear(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """After the step: the next window begins without gradients, or with zeros where those cost nothing."""
+        optimizer.zero_grad()
+
 
 def random_state() -> tuple[Any, ...]:
     """Of torch's, Python's and NumPy's generators on the CPU."""

@@ -77,8 +77,8 @@ class BucketReducer:
         self._limits = list(bucket_bytes_cap_list) or [first_bucket_bytes_cap, bucket_bytes_cap]
         self._arrived: list[int] = []
         self._rebuilt = self._expected = False
-        self._buckets = [Bucket([self._parameters[i] for i in indices]) for indices in bucket_indices]
-        self._find()
+        self._buckets: list[Bucket] = []
+        self._make([[self._parameters[i] for i in indices] for indices in bucket_indices])
         self._hooks = [_after_accumulation(p, _called(weakref.ref(self), i)) for i, p in enumerate(self._parameters)]
 
     def __del__(self) -> None:
@@ -102,13 +102,13 @@ class BucketReducer:
         indices = _assignment(in_order, self._limits)
         self._buckets.clear()  # first, so that the new ones may lie where the old ones were
         self._where.clear()
-        for group in indices:
-            self._buckets.append(Bucket([in_order[i] for i in group]))
-            self._adopt(self._buckets[-1])
-        self._find()
+        self._make([[in_order[i] for i in group] for group in indices])
         return True
 
-    def _find(self) -> None:
+    def _make(self, groups: Sequence[Sequence[torch.Tensor]]) -> None:
+        for group in groups:
+            self._buckets.append(Bucket(group))
+            self._adopt(self._buckets[-1])
         self._where = {id(p): (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.parameters)}
 
     def _adopt(self, bucket: Bucket) -> None:
