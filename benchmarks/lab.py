@@ -5,6 +5,7 @@ python benchmarks/lab.py      writes results/lab.json
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from typing import Any
@@ -14,10 +15,13 @@ from measure import spread, write
 
 import vramlab as vl
 from vramlab.experiments import Run
+from vramlab.gpus import gpu
 from vramlab.notebook.live import Live
 from vramlab.notebook.plan_view import PlanView
+from vramlab.notebook.predictor import Question, estimated, replayed
 
 CARD = "RTX 4090"
+ROOMY = "400 GiB"  # of each card: what fits is not asked
 MOVES: list[tuple[str, list[dict[str, Any]]]] = [
     ("micro-batch", [{"micro_batch": n} for n in (9, 12, 10, 14, 7, 16, 11, 13, 6, 15)]),
     ("accumulation", [{"accumulation": n} for n in (2, 3, 1, 4, 2, 8, 1, 5)]),
@@ -32,6 +36,9 @@ TRACED = [
     {"loss_chunks": 8},
     {"optimizer_impl": "loop"},
 ]
+CARDS = ("RTX 4090", "A100 80GB", "H100 SXM", "RTX 5090", "T4", "V100 SXM2 32GB")
+ESTIMATED = {"gpt2": (vl.tasks.gpt("gpt2"), 8), "vit-b-16": (vl.tasks.vit("vit-b-16"), 16), "resnet18": (vl.tasks.resnet("resnet18"), 32)}
+PRECISIONS = ("fp32", "amp-fp16", "amp-bf16", "bf16")
 
 
 class Watched:
@@ -94,6 +101,24 @@ def answers() -> dict[str, Any]:
     return report
 
 
+def estimates() -> dict[str, Any]:
+    """How far what is shown of another card until its trace is there is from that trace: largest share by task, and of how many pairs."""
+    report: dict[str, Any] = {}
+    for name, (task, micro_batch) in ESTIMATED.items():
+        wrong: list[tuple[float, float]] = []
+        for precision in PRECISIONS:
+            recipe = vl.Recipe(precision=precision, micro_batch=micro_batch)
+            able = [card for card in map(gpu, CARDS) if card.supports_bf16 or "bf16" not in precision]
+            plans = {card: vl.plan(task, recipe, card.with_(memory=ROOMY)) for card in able}
+            for (of, one), (card, other) in itertools.permutations(plans.items(), 2):
+                found = estimated(Question(recipe, card.with_(memory=ROOMY)), one.allocated, one.trace, of, card)
+                reserved = replayed(found).reserved
+                assert reserved is not None
+                wrong.append((abs(found.allocated / other.allocated - 1), abs(reserved / other.reserved - 1)))
+        report[name] = {"allocated": max(a for a, _ in wrong), "reserved": max(r for _, r in wrong), "pairs": len(wrong)}
+    return report
+
+
 def share() -> dict[str, Any]:
     """What live pictures take of a run's wall time, and what they do to its step."""
     lab = vl.Lab(vl.tasks.gpt("nano"), vl.Recipe(micro_batch=8), device="cpu")
@@ -124,7 +149,7 @@ def share() -> dict[str, Any]:
 def main() -> None:
     """Measure and write."""
     torch.set_num_threads(1)
-    report = {"task": "gpt2, 1024 tokens", "card": CARD, "answers (s)": answers(), "live": share()}
+    report = {"task": "gpt2, 1024 tokens", "card": CARD, "answers (s)": answers(), "live": share(), "another card": estimates()}
     for name, value in report["answers (s)"].items():
         print(
             f"{name:40}",
@@ -133,6 +158,7 @@ def main() -> None:
             else f"{value:.2f}",
         )
     print(report["live"])
+    print(report["another card"])
     write("lab", report)
 
 

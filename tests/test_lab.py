@@ -10,6 +10,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from torch import nn
 import vramlab as vl
 from vramlab import experiments
 from vramlab.gpus import GPU, gpu
+from vramlab.memory.trace import MemoryTrace
 from vramlab.notebook import lab as lab_module
 from vramlab.notebook.plan_view import pieces, scale
+from vramlab.notebook.predictor import Update
 from vramlab.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("cheap_collections")
@@ -286,6 +289,30 @@ def test_the_bar_moves_within_100_ms_and_says_what_is_not_certain_yet(planned: v
     assert text(planned.plan.verdict).endswith("traced")
 
 
+def test_what_comes_from_another_card_says_so_in_each_number_and_in_what_is_kept(planned: vl.Lab) -> None:
+    planned.set(micro_batch=4, gpu=SMALL, in_use=0)
+    planned.wait()
+    answer = planned.answer
+    assert answer is not None
+    sure = text(planned.plan.verdict) + text(planned.plan.facts) + planned.plan.bar.value + planned.plan.timeline.value
+    assert "about" not in sure
+    assert "as on" not in sure
+    here = f"about {format_bytes(answer.allocated)} allocated of {format_bytes(SMALL.left_for_pytorch())}"
+    for fits, word in ((True, "should fit"), (False, "should not fit"), (None, "close")):
+        other = MemoryTrace(answer.trace.events, "RTX 4090")
+        planned.plan.update(Update(answer.question, replace(answer, how="RTX 4090", fits=fits, trace=other), busy=True))
+        assert text(planned.plan.verdict) == f"{word} {here} as on RTX 4090, tracing ..."
+        assert text(planned.plan.facts).count("about") == 3
+        assert "Predicted peak, about:" in planned.plan.bar.value
+        assert "one step, as on RTX 4090" in planned.plan.timeline.value
+        assert not planned.plan.remedies.children
+    fresh = lab_of()
+    fresh.compare.current(replace(answer, how="RTX 4090"))
+    fresh.compare.keep.click()
+    assert fresh.compare.rows[0].state == "fits, as on RTX 4090"
+    planned.plan.update(Update(answer.question, answer))
+
+
 def test_what_does_not_fit_is_hatched_and_said_and_the_largest_that_fits_is_a_button(planned: vl.Lab) -> None:
     planned.set(micro_batch=64)
     planned.wait()
@@ -423,7 +450,8 @@ def test_an_out_of_memory_error_is_explained_and_the_next_run_works() -> None:
     lab = lab_of(place=SMALL, micro_batch=2_000_000)
     lab.start()
     lab.wait(60)
-    assert status(lab).startswith("out of memory : small ran out of memory: ")
+    assert status(lab) == "out of memory small: who held it stands below"
+    assert text(lab.view.details).startswith("small ran out of memory: ")
     assert "held by category" in lab.view.details.value
     assert [row.state for row in lab.compare.rows] == ["0 steps, out of memory"]
     lab.set(micro_batch=4)
@@ -453,7 +481,7 @@ def test_train_refuses_what_run_refuses(steps: Any) -> None:
     lab = lab_of()
     with pytest.raises(ValueError, match=rf"^steps is a whole number of at least 1, got {steps!r}"):
         lab.train(steps)
-    assert status(lab).startswith("ValueError : steps is a whole number")
+    assert status(lab).startswith("ValueError steps is a whole number")
     assert lab.train(1).status == "finished"
 
 
@@ -608,7 +636,7 @@ def test_an_error_in_training_is_shown_and_the_finished_steps_stay(blocking: boo
     else:
         lab.start()
         lab.wait(30)
-    assert status(lab) == "KeyError : &#x27;&lt;b&gt;third&lt;/b&gt;&#x27;"
+    assert status(lab) == "KeyError &#x27;&lt;b&gt;third&lt;/b&gt;&#x27;"
     assert "failing" in lab.view.details.value  # the traceback, folded away
     assert "<b>third" not in lab.view.details.value + lab.view.status.value
     assert [(r.status[:8], len(r.reports)) for r in lab.runs] == [("KeyError", 2)]
@@ -624,7 +652,7 @@ def test_an_error_before_the_first_step_is_shown_too() -> None:
     lab = lab_of(vl.Task(nn.Tanh, batch, loss, "rows"))
     lab.start()
     lab.wait(30)
-    assert status(lab).startswith("ValueError : Training needs parameters with requires_grad, and Tanh has none")
+    assert status(lab).startswith("ValueError Training needs parameters with requires_grad, and Tanh has none")
     assert [row.peak for row in lab.compare.rows] == [None]
 
 
@@ -638,16 +666,16 @@ def test_an_error_in_a_callback_is_shown(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(lab, "start", fail)
     monkeypatch.setattr(lab, "predict", fail)
     lab.view.start.click()
-    assert status(lab) == "RuntimeError : in the callback"
+    assert status(lab) == "RuntimeError in the callback"
     lab.view.say("")
     lab.switches["micro_batch"].value = 8
-    assert status(lab) == "RuntimeError : in the callback"
+    assert status(lab) == "RuntimeError in the callback"
 
 
 def test_a_change_that_needs_a_switch_this_lab_has_not_says_so() -> None:
     lab = vl.Lab(TASK, switches=("precision",), device="cpu")
     lab.plan._apply(checkpointing="blocks")
-    assert status(lab).startswith("ValueError : This lab has no switch for checkpointing; write vl.Lab(task, recipe)")
+    assert status(lab).startswith("ValueError This lab has no switch for checkpointing; write vl.Lab(task, recipe)")
 
 
 # Comparing.
@@ -731,7 +759,7 @@ def test_a_loss_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
     assert "nan" in lab.compare._lines[1].value
 
 
-def test_copy_recipe_shows_the_python_line_that_makes_it(compared: vl.Lab) -> None:
+def test_copy_recipe_copies_and_shows_the_python_line_that_makes_it(compared: vl.Lab) -> None:
     view = compared.compare
     view.picks[2].value = True
     view.copy.click()
@@ -740,7 +768,16 @@ def test_copy_recipe_shows_the_python_line_that_makes_it(compared: vl.Lab) -> No
     namespace: dict[str, Any] = {"vl": vl}
     exec(view.python.value, namespace)
     assert namespace["recipe"] == compared.runs[1].recipe
-    view.picks[2].value = False
+    (sent,) = view.copied.outputs  # what the page runs
+    assert f"const text = {json.dumps(view.python.value)};" in sent["data"]["application/javascript"]
+    view.picks[1].value = True
+    view.copy.click()
+    exec(view.python.value, namespace)
+    assert namespace["recipes"] == [compared.runs[0].recipe, compared.runs[1].recipe]
+    view.picks[1].value = view.picks[2].value = False
+    view.all.click()
+    view.all.click()
+    assert view.copied.outputs == ()  # a page that is shown again must not copy again
 
 
 # Front ends.
@@ -770,7 +807,7 @@ def test_colab_shows_errors_too(monkeypatch: pytest.MonkeyPatch) -> None:
     gate.open.set()
     lab = lab_of(gate.task)
     lab.view.start.click()
-    assert status(lab) == "ValueError : no"
+    assert status(lab) == "ValueError no"
 
 
 def displayed(monkeypatch: pytest.MonkeyPatch, lab: vl.Lab) -> list[dict[str, str]]:

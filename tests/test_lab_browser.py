@@ -150,6 +150,14 @@ def bar(lab: Locator) -> Locator:
     return lab.locator("[role=img][aria-label^='Predicted peak']").first
 
 
+HEARD = """
+window.heard = [];
+new MutationObserver(() => document.querySelectorAll("[role=status]").forEach(e => heard.push(e.textContent)))
+    .observe(document.body, {subtree: true, childList: true});
+"""
+"""Keeps what the page says from now on."""
+
+
 def says(lab: Locator, pattern: str, timeout: float = 60_000) -> None:
     expect(lab.locator("[role=status]").filter(has_text=re.compile(pattern)).first).to_be_visible(timeout=timeout)
 
@@ -181,6 +189,11 @@ def test_each_switch_moves_the_bar(notebook: Page) -> None:
         keys.press(key)
 
     moves(lab, lambda: slide(0, "ArrowRight"))
+    field = lab.get_by_label("micro-batch", exact=True)
+    expect(field).to_have_value("5")
+    moves(lab, lambda: field.press("ArrowUp"))
+    moves(lab, lambda: (field.fill("9"), field.press("Enter")))
+    expect(lab.locator(".noUi-handle").first).to_have_attribute("aria-valuenow", "9.0", timeout=30_000)
     moves(lab, lambda: slide(1, "ArrowRight"))
     moves(lab, lambda: slide(1, "ArrowLeft"))
     for name in ("amp-bf16", "blocks", "sgd"):
@@ -192,6 +205,21 @@ def test_each_switch_moves_the_bar(notebook: Page) -> None:
     for name in ("fp32", "none", "adamw", "sdpa"):
         button(lab, name).first.click()
     lab.get_by_label("loss chunks").select_option("1")
+
+
+def test_each_control_has_a_name_that_a_screen_reader_says_and_the_state_is_said_in_words(notebook: Page) -> None:
+    lab = output_of(notebook, FIRST)
+    named = lab.locator("input, select, button").evaluate_all(
+        "found => found.filter(e => e.offsetParent).map(e => [e.labels?.[0]?.textContent, e.ariaLabel, e.textContent].find(t => t?.trim()))"
+    )
+    assert len(named) > 30
+    assert all(named)
+    for name in ("micro-batch", "accumulation"):  # beside the sliders, whose handles have none
+        expect(lab.get_by_role("spinbutton", name=name, exact=True)).to_be_visible()
+    button(lab, "blocks").click()
+    says(lab, "^fp32, micro batch 9, checkpointing blocks, adamw$")
+    button(lab, "none").first.click()
+    says(lab, "^fp32, micro batch 9, adamw$")
 
 
 def test_switches_that_exclude_one_another_offer_the_way_out(notebook: Page, pictures: Path) -> None:
@@ -229,7 +257,11 @@ def test_start_draws_and_stop_ends_and_two_runs_are_compared(notebook: Page, pic
     button(lab, "timelines").click()
     expect(lab.locator("svg[aria-label^='Memory through one step']")).to_be_visible()
     button(lab, "copy recipe").click()
-    expect(lab.get_by_label("Python")).to_have_value(re.compile(r"^recipe = vl\.Recipe\("))
+    line = lab.get_by_label("Python")
+    expect(line).to_have_value(re.compile(r"^recipes = \[vl\.Recipe\(.*\), vl\.Recipe\(.*checkpointing='blocks'\)\]$"), timeout=30_000)
+    expect(lab.get_by_text("copied", exact=True)).to_be_visible(timeout=30_000)
+    notebook.context.grant_permissions(["clipboard-read"])
+    assert notebook.evaluate("navigator.clipboard.readText()") == line.input_value()
     lab.screenshot(path=pictures / "compared.png")
 
 
@@ -243,10 +275,13 @@ def test_on_a_card_the_bar_follows_and_an_out_of_memory_error_is_explained(noteb
         moves(lab, lambda: notebook.keyboard.press("ArrowLeft"))  # each by the law, while it is dragged
     says(lab, "^fits.*traced")
     button(lab, "keep plan").click()
+    notebook.evaluate(HEARD)
     lab.get_by_label("card", exact=True).select_option(label="virtual RTX 4060 (7.62 GiB)")
-    says(lab, "^does not fit.*traced")
+    says(lab, "^does not fit.*too much reserved traced$")
+    heard = notebook.evaluate("heard")  # too soon gone to be waited for
+    assert any(re.match(r"should not fit about .* as on RTX 4090, tracing", words) for words in heard), heard
     button(lab, "Start").click()
-    says(lab, "^out of memory: RTX 4060", 120_000)
+    says(lab, "^out of memory RTX 4060", 120_000)
     expect(lab.get_by_text("held by category")).to_be_visible()
     lab.screenshot(path=pictures / "out-of-memory.png")
     lab.get_by_label("loss chunks").select_option("8")
@@ -256,6 +291,7 @@ def test_on_a_card_the_bar_follows_and_an_out_of_memory_error_is_explained(noteb
     button(lab, "Stop").click()
     says(lab, r"^stopped after \d+ steps")
     button(lab, "compare all").click()
+    expect(lab.locator("[role=img][aria-label^='Peaks:']")).to_be_visible(timeout=30_000)
     lab.screenshot(path=pictures / "card.png")
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import vramlab as vl
 from vramlab.experiments import Run
-from vramlab.memory.trace import NO_EVENTS, Events, MemoryTrace
+from vramlab.memory.trace import NO_EVENTS, Category, Events, MemoryTrace
 from vramlab.notebook import live, svg
 from vramlab.notebook.live import Live
 from vramlab.notebook.run_view import RunView, progress
@@ -110,7 +110,7 @@ def test_the_timeline_marks_the_peak_and_shades_phases() -> None:
     assert picture.count("fill-opacity") >= 2  # backward and step have a shade
     dot = parsed(picture).getElementsByTagName("circle")[0]
     held = trace.timeline().drop(columns="phase").sum(axis=1).to_numpy()[max(0, trace.events.seeds - 1) :]
-    assert float(dot.getAttribute("cx")) == pytest.approx(FRAME.x(held.argmax() / (len(held) - 1)), abs=0.1)
+    assert float(dot.getAttribute("cx")) == pytest.approx(FRAME.x(held.argmax() / len(held)), abs=FRAME.inner[0] / COLUMNS)
 
 
 def test_the_stack_is_as_high_as_the_peak_and_as_the_categories() -> None:
@@ -243,3 +243,29 @@ def test_before_the_first_unrecorded_step_it_says_when_there_will_be_a_speed() -
     shown = view()
     shown.draw(Run(TASK, RUN.recipe, RUN.device, RUN.reports[:2]))
     assert "from the third step on" in shown.series[1].value
+
+
+@pytest.mark.parametrize("before", [0, 1, 700, 2999])
+def test_a_peak_of_one_event_among_thousands_is_drawn_as_wide_as_any_column_under_its_mark(before: int) -> None:
+    sizes = [2**20] * before + [2**33, -(2**33)] + [2**20] * (3000 - before)
+    count = len(sizes)
+    one = np.zeros(count, np.int32)
+    nbytes, category = np.array(sizes), np.full(count, int(Category.ACTIVATIONS), np.int8)
+    events = Events(np.arange(count), nbytes, category, one, one.astype(np.int8) + 1, one, ("",), ("aten::add",))
+    picture = svg.timeline(MemoryTrace(events, "cpu"), FRAME)
+    ((x, y),) = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', picture)
+    (outline,) = re.findall(r'<path fill="#[^"]+" d="([^"]+)"', picture)
+    columns = [(float(top), float(left), float(right)) for left, top, right in re.findall(r"H(\d+)V([\d.]+)(?=H(\d+))", outline)]
+    top, left, right = min(columns)
+    assert top == pytest.approx(float(y), abs=0.2)
+    assert right - left >= 1
+    assert left <= float(x) <= right
+
+
+@pytest.mark.parametrize("color", [svg.GOOD, svg.BAD, svg.OPEN, svg.SEEN])
+def test_white_words_on_a_badge_can_be_read(color: str) -> None:
+    """WCAG 2.2, contrast (minimum): (L1 + 0.05) / (L2 + 0.05) of 4.5 or more, with the relative luminance of sRGB."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    assert 1.05 / (np.dot(linear, [0.2126, 0.7152, 0.0722]) + 0.05) >= 4.5
+    assert f"background:{color};color:#fff" in svg.badge(color, "word")

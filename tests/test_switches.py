@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterator
 from typing import Any
 
+import ipywidgets as w
 import pytest
 from rows import TASK
 
 import vramlab as vl
-from vramlab.notebook.switches import BESIDE, SWITCHES, Switches
+from vramlab.notebook.switches import BESIDE, MOST, SLIDERS, SWITCHES, Switches
 from vramlab.recipe import Recipe, choices, conflicts
 
 CHUNKED = vl.tasks.gpt("nano")
@@ -178,3 +180,45 @@ def test_every_control_has_a_label_and_a_tooltip_and_is_in_the_panel() -> None:
             assert len(widget.tooltips) == len(widget.options)
             assert all(widget.tooltips)
     assert {second for seconds in BESIDE.values() for second in seconds} <= set(SWITCHES)
+
+
+@pytest.mark.parametrize("name", SLIDERS)
+def test_a_slider_and_its_field_are_one_switch_and_the_field_goes_on_where_the_slider_ends(name: str) -> None:
+    switches = Moved()
+    slider, field = switches.sliders[name], switches.widgets[name]
+    slider.value = 3
+    assert (field.value, getattr(switches.recipe, name), switches.moves) == (3, 3, 1)
+    field.value = slider.max + 100
+    assert (slider.value, getattr(switches.recipe, name), switches.moves) == (field.value, field.value, 2)
+    slider.value = 1
+    assert (field.value, switches.moves) == (1, 3)
+    switches.set(**{name: 2 * MOST})
+    assert (slider.value, field.value, switches.moves) == (2 * MOST, 2 * MOST, 4)
+
+
+def test_what_can_be_set_has_a_name_that_a_screen_reader_finds() -> None:
+    """A description is a label; a slider's handle gets none, so each has a field, and buttons in a row have their own texts."""
+    switches = Moved()
+    for widget in inside(switches.panel()):
+        if isinstance(widget, w.IntSlider):
+            assert widget in switches.sliders.values()
+            assert not widget.readout
+        elif isinstance(widget, w.BoundedIntText | w.Dropdown | w.Checkbox):
+            assert widget.description
+
+
+def test_the_recipe_stands_below_in_words_and_as_python() -> None:
+    switches = Moved(task=CHUNKED)
+    for options in (
+        {},
+        {"precision": "amp-bf16", "micro_batch": 3},
+        {"optimizer_in_backward": True},
+        {"checkpointing": "blocks", "loss_chunks": 8},
+    ):
+        switches.set(**options)
+        said = re.sub(r"<style>.*?</style>|<[^>]+>", " ", switches.words.value, flags=re.DOTALL)
+        assert str(switches.recipe) in said
+        line = html.unescape(re.findall(r"<code[^>]*>(.*)</code>", switches.words.value)[0])
+        assert eval(line, {"vl": vl}) == switches.recipe
+    switches.set(accumulation=2)
+    assert "no recipe: these switches exclude one another" in switches.words.value

@@ -20,6 +20,7 @@ from vramlab.notebook.plots import draw_breakdowns, draw_legend
 from vramlab.notebook.predictor import Answer
 from vramlab.notebook.style import Picture, byte_unit, styled
 from vramlab.notebook.svg import LINES, Frame, overlay
+from vramlab.notebook.switches import CHOSEN
 from vramlab.recipe import Recipe
 from vramlab.units import format_bytes
 
@@ -30,13 +31,36 @@ COLUMNS = (
     ("reserved", "7em"),
     ("speed", "6.5em"),
     ("loss", "5em"),
-    ("state", "10em"),
+    ("state", "16em"),
 )
+RIGHT = ("peak", "reserved", "speed", "loss")  # numbers
 OVERLAY = Frame(900, 230)
 CELL = (
     "display:inline-block;overflow:hidden;text-overflow:ellipsis;white-space:nowrap;vertical-align:top;box-sizing:border-box;"
     "padding-right:.8em"
 )
+COPY = """
+const text = %s;
+const say = (ok) => {
+  element.innerHTML = `<span role="status">${ok ? "copied" : "the browser forbids copying: press Ctrl+C"}</span>`;
+  if (!ok && document.activeElement.select) document.activeElement.select();
+};
+const withoutClipboard = () => {  // on pages that are not secure: http from another machine
+  const field = Object.assign(document.createElement("textarea"), {value: text});
+  const before = document.activeElement;
+  document.body.append(field);
+  field.select();
+  const ok = document.execCommand("copy");
+  field.remove();
+  before.focus();
+  return ok;
+};
+if (navigator.userActivation && !navigator.userActivation.isActive) say(false);
+else if (navigator.clipboard) navigator.clipboard.writeText(text).then(() => say(true), () => say(withoutClipboard()));
+else say(withoutClipboard());
+"""
+"""A script for the page, where ``element`` is the place of the output. It copies only
+for some seconds after a click, so that a page that is loaded again leaves the clipboard alone."""
 TEXT = "line-height:1.6;color:var(--jp-widgets-color,currentColor);font-size:13px"
 
 
@@ -56,11 +80,6 @@ class Row:
     breakdown: MemoryBreakdown
     trace: MemoryTrace | None
     losses: tuple[float, ...] = ()
-
-    @property
-    def python(self) -> str:
-        """The line that makes this recipe."""
-        return f"recipe = vl.{self.recipe!r}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON; what is no finite number is null."""
@@ -92,24 +111,28 @@ class CompareView:
         self.saver = self._button(
             "save", "download", "Write the rows as JSON and a picture as PNG into this folder", lambda: self._told(self.save())
         )
-        self.copy = self._button("copy recipe", "clipboard", "Show the Python line of the picked row, ready to be copied", self._copy)
+        self.copy = self._button("copy recipe", "clipboard", "Copy the Python line of the picked rows, or of the last", self._copy)
         self.view = w.ToggleButtons(
             options=("bars", "timelines"),
             tooltips=("peaks by category", "memory through one step, laid over one another"),
             style={"button_width": "auto"},
         )
+        self.view.add_class(CHOSEN)
         self.view.observe(lambda _: self._draw(), "value")
+        layout = {"width": "60em", "max_width": "98%", "display": "none"}
         self.python = w.Text(
-            description="Python", layout={"width": "60em", "max_width": "98%", "display": "none"}, tooltip="Select and copy"
+            description="Python", layout=layout, tooltip="What was copied; where the browser forbids it, press Ctrl+C here"
         )
+        self.copied = w.Output()  # runs the script that copies, and shows what it says
         self.note, self.picture = w.HTML(), w.HTML()
         self._table = w.VBox([])
         self._refresh()
 
     def panel(self) -> w.VBox:
         """Buttons, table, picture."""
-        buttons = w.HBox([self.keep, self.all, self.view, self.saver, self.copy, self.note], layout={"flex_flow": "row wrap"})
-        return w.VBox([buttons, self.python, self._table, self.picture])
+        buttons = [self.keep, self.all, self.view, self.saver, self.copy, self.note]
+        bar = w.HBox(buttons, layout={"flex_flow": "row wrap", "align_items": "center"})
+        return w.VBox([bar, w.HBox([self.python, self.copied], layout={"flex_flow": "row wrap"}), self._table, self.picture])
 
     # Rows
 
@@ -138,7 +161,8 @@ class CompareView:
         question = answer.question
         place = question.place.name if isinstance(question.place, GPU) else str(question.place)
         capacity = question.capacity
-        state = "measured" if capacity is None else "..." if answer.fits is None else "fits" if answer.fits else "does not fit"
+        state = "measured" if capacity is None else {True: "fits", False: "does not fit", None: "..."}[answer.fits]
+        state += f", as on {answer.how}" if answer.borrowed else ""
         trace = answer.trace.last_step()
         self._add(f"plan, {place}", question.recipe, answer.allocated, answer.reserved, None, None, state, answer.breakdown, trace)
 
@@ -227,7 +251,9 @@ class CompareView:
         return button
 
     def _head(self, name: str, words: str, width: str) -> w.Button:
-        layout = {"width": width, "height": "24px", "margin": "0", "padding": "0 4px"}
+        right = name in RIGHT
+        layout = {"width": width, "height": "24px", "margin": "0", "padding": "0 .8em 0 0" if right else "0"}
+        layout |= {"display": "flex", "justify_content": "flex-end" if right else "flex-start"}  # above its column's texts
         button = w.Button(
             description=words, tooltip=f"Sort by {words}", layout=layout, style={"button_color": "transparent", "font_weight": "bold"}
         )
@@ -282,9 +308,12 @@ class CompareView:
 
     def _copy(self) -> None:
         rows = self.picked() or self.rows[-1:]
-        self.python.value = "; ".join(row.python for row in rows)
+        lines = [f"vl.{row.recipe!r}" for row in rows]
+        self.python.value = f"recipe = {lines[0]}" if len(lines) == 1 else f"recipes = [{', '.join(lines)}]"
         self.python.layout.display = ""
         self.python.focus()
+        script = {"application/javascript": COPY % json.dumps(self.python.value), "text/plain": "press Ctrl+C in the field"}
+        self.copied.outputs = ({"output_type": "display_data", "data": script, "metadata": {}},)
 
     def _told(self, files: tuple[Path, Path]) -> None:
         self.note.value = f"<span role='status' style='{TEXT}'>written: {' and '.join(html.escape(f.name) for f in files)}</span>"
@@ -292,7 +321,7 @@ class CompareView:
     def _guard(self, act: Callable[[], object]) -> None:
         """An error in a callback would be seen by nobody."""
         try:
-            self.note.value = ""
+            self.note.value, self.copied.outputs = "", ()
             act()
         except Exception as error:
             self.note.value = f"<b role='status' style='{TEXT}'>{html.escape(f'{type(error).__name__}: {error}')}</b>"
@@ -305,7 +334,7 @@ def _line(row: Row, label: str) -> str:
     texts = (row.what, label, *sizes, speed, loss, row.state)
     cells = ""
     for (name, width), text in zip(COLUMNS, texts, strict=True):
-        side = "right" if name in ("peak", "reserved", "speed", "loss") else "left"
+        side = "right" if name in RIGHT else "left"
         said = html.escape(text, quote=True)
         cells += f"<span title='{said}' style='{CELL};width:{width};text-align:{side}'>{said}</span>"
     return f"<div style='{TEXT};white-space:nowrap'>{cells}</div>"
@@ -324,7 +353,7 @@ def bars(rows: list[Row], labels: dict[int, str]) -> str:
         name = html.escape(f"{row.number}  {labels[row.number]}")
         total = f"<b style='margin-left:.5em;white-space:nowrap'>{format_bytes(row.breakdown.total)}</b>"
         body += (
-            f"<div style='display:flex;align-items:center;margin:2px 0'><div style='flex:0 0 17em;{CELL}' title='{name}'>{name}</div>"
+            f"<div style='display:flex;align-items:center;margin:2px 0'><div style='flex:0 0 21em;{CELL}' title='{name}'>{name}</div>"
             f"<div style='flex:1;display:flex;height:18px'>{pieces}{total}</div></div>"
         )
     held = [dict(row.breakdown.items()) for row in rows]

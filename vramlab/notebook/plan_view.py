@@ -15,7 +15,7 @@ from vramlab.memory.report import Change
 from vramlab.memory.trace import Category
 from vramlab.notebook.predictor import Answer, Question, Update, settled
 from vramlab.notebook.style import byte_unit
-from vramlab.notebook.svg import ALARM, Frame, nothing_yet, round_numbers, short, timeline
+from vramlab.notebook.svg import ALARM, BAD, GOOD, OPEN, SEEN, Frame, badge, nothing_yet, round_numbers, short, timeline
 from vramlab.notebook.switches import discard
 from vramlab.units import format_bytes
 
@@ -95,7 +95,7 @@ class PlanView:
         self._new_question(self.shown, question)
         how = "planned" if question.card is not None else "measured"
         says = f"to be {how} when the run has ended" if waits else f"{_way(question)} {question.recipe}"
-        self.verdict.value = _verdict("#6c757d", "...", says, "the bar still shows the setting before" if self.shown is not None else "")
+        self.verdict.value = _verdict(OPEN, "...", says, "the bar still shows the setting before" if self.shown is not None else "")
         self._dim()
 
     def _new_question(self, before: Answer | None, question: Question) -> None:
@@ -112,7 +112,7 @@ class PlanView:
     def _failed(self, update: Update) -> None:
         error = update.error
         text = html.escape(str(error))
-        self.verdict.value = _verdict(ALARM, "no plan", type(error).__name__, text)
+        self.verdict.value = _verdict(BAD, "no plan", type(error).__name__, text)
         self._dim()
 
     def _dim(self) -> None:
@@ -125,7 +125,7 @@ class PlanView:
     def refused(self) -> None:
         """The switches exclude one another: there is nothing to predict."""
         rest = "the bar still shows the setting before" if self.shown is not None else ""
-        self.verdict.value = _verdict(ALARM, "not possible", "these switches exclude one another, see beside them", rest)
+        self.verdict.value = _verdict(BAD, "not possible", "these switches exclude one another, see beside them", rest)
         self._dim()
 
     def _largest_fits(self, largest: int, question: Question | None = None) -> None:
@@ -173,31 +173,33 @@ def _way(question: Question) -> str:
 
 
 def _verdict(color: str, word: str, says: str, rest: str = "") -> str:
-    badge = f"<b style='background:{color};color:#fff;border-radius:3px;padding:1px 7px'>{word}</b>"
     small = f" <span style='opacity:.75'>{rest}</span>" if rest else ""
-    return f"<div role='status' style='{LOOK};min-height:1.6em'>{badge} {says}{small}</div>"
+    return f"<div role='status' style='{LOOK};min-height:1.6em'>{badge(color, word)} {says}{small}</div>"
 
 
 def verdict(answer: Answer, busy: bool) -> str:
-    """Whether it fits, in a word, a number, and how that is known."""
-    known = {"traced": "traced", "law": "by the law"}.get(answer.how, f"as on {answer.how}")
+    """Whether it fits, in a word, a number, and how that is known. What comes from another card is said to be about so much."""
+    known = {"traced": "traced", "law": "by the law"}.get(answer.how, f"as on {html.escape(answer.how)}")
     if busy and not answer.exact:
         known += ", tracing ..." if answer.question.card is not None else ", measuring ..."
     capacity = answer.question.capacity
     if capacity is None:
-        return _verdict("#0072B2", "measured", f"<b>{format_bytes(answer.allocated)}</b> at the peak on {answer.question.place}")
+        return _verdict(SEEN, "measured", f"<b>{format_bytes(answer.allocated)}</b> at the peak on {answer.question.place}")
     if capacity == 0:
-        return _verdict(ALARM, "no room", "the context and what others hold fill the card")
-    if answer.reserved is None:
-        sure = answer.allocated > capacity
-        word, color = ("does not fit", ALARM) if sure else ("...", "#6c757d")
-        return _verdict(color, word, f"<b>{format_bytes(answer.allocated)}</b> allocated of {format_bytes(capacity)}", known)
-    left = capacity - answer.reserved
-    if answer.fits:
-        says = f"<b>{format_bytes(answer.allocated)}</b> allocated of {format_bytes(capacity)}, {format_bytes(left)} left"
-        return _verdict("#00785a", "fits", says, known)
-    says = f"<b>{format_bytes(answer.allocated)}</b> allocated of {format_bytes(capacity)}, {format_bytes(-left)} too much reserved"
-    return _verdict(ALARM, "does not fit", says, known)
+        return _verdict(BAD, "no room", "the context and what others hold fill the card")
+    fits = False if answer.reserved is None and answer.allocated > capacity else answer.fits
+    word = {True: "fits", False: "does not fit", None: "..." if answer.reserved is None else "close"}[fits]
+    if answer.borrowed and fits is not None:
+        word = "should fit" if fits else "should not fit"
+    says = f"{_about(answer)}<b>{format_bytes(answer.allocated)}</b> allocated of {format_bytes(capacity)}"
+    if answer.reserved is not None and not answer.borrowed:
+        left = capacity - answer.reserved
+        says += f", {format_bytes(abs(left))} {'left' if left >= 0 else 'too much reserved'}"
+    return _verdict({True: GOOD, False: BAD, None: OPEN}[fits], word, says, known)
+
+
+def _about(answer: Answer) -> str:
+    return "about " if answer.borrowed else ""
 
 
 def pieces(answer: Answer) -> list[tuple[str, int, str]]:
@@ -236,7 +238,10 @@ def bar(answer: Answer) -> str:
         "box-shadow:inset -1px 0 rgba(255,255,255,.6)'></div>"
         for label, n, color in parts
     )
-    said = html.escape(f"Predicted peak: {', '.join(f'{label} {format_bytes(n)}' for label, n, _ in parts)}", quote=True)
+    said = html.escape(
+        f"Predicted peak{', about' if answer.borrowed else ''}: {', '.join(f'{label} {format_bytes(n)}' for label, n, _ in parts)}",
+        quote=True,
+    )
     line = note = over = ""
     if card is not None:
         end = 100 * card.memory / full
@@ -247,7 +252,8 @@ def bar(answer: Answer) -> str:
             )
         if end < 100:
             line = f"<div style='position:absolute;top:-5px;height:44px;left:calc({end:.3f}% - 1px);border-left:3px solid {ALARM}'></div>"
-            note = f"<span style='color:{ALARM};font-weight:600'>| {html.escape(card.name)} ends at {format_bytes(card.memory)}</span>"
+            mark = f"<span style='color:{ALARM}'>|</span>"
+            note = f"<b style='font-weight:600'>{mark} {html.escape(card.name)} ends at {format_bytes(card.memory)}</b>"
         else:
             note = f"<span style='opacity:.75'>{html.escape(card.name)} ends far to the right, at {format_bytes(card.memory)}</span>"
         if total > card.memory:
@@ -262,7 +268,7 @@ def bar(answer: Answer) -> str:
     return (
         f"<div role='img' aria-label='{said}' style='{LOOK}'><div style='position:relative;margin-top:7px'>{stack}</div>"
         f"<div style='position:relative;height:17px;font-size:11px'>{axis}</div>"
-        f"<div style='font-size:12px;min-height:1.3em'>{note}</div></div>"
+        f"<div style='font-size:12px'>{note}</div></div>"
     )
 
 
@@ -275,7 +281,8 @@ def facts(answer: Answer) -> str:
         sizes.append(("reserved", answer.reserved, "taken from the driver, as torch.cuda.max_memory_reserved()"))
         sizes.append(("device", answer.device, "in use on the card by everything, as nvidia-smi shows it"))
     numbers = "".join(
-        f"<span style='{SPAN}' title='{tip}'>{name} <b>{'...' if n is None else format_bytes(n)}</b></span>" for name, n, tip in sizes
+        f"<span style='{SPAN}' title='{tip}'>{name} {'<b>...' if n is None else f'{_about(answer)}<b>{format_bytes(n)}'}</b></span>"
+        for name, n, tip in sizes
     )
     cause = answer.cause
     module = f" in {html.escape(cause['module'])}" if cause["module"] else ""
@@ -314,8 +321,9 @@ def picture(answer: Answer) -> str:
     """Memory through the step that was planned or measured."""
     card = answer.question.card
     where = card.name if isinstance(card, GPU) else str(answer.question.place)
-    how = "measured" if answer.how == "measured" else "planned"
-    title = f"one step, {how} for {where}" if how == "planned" else f"one step, measured on {where}"
+    title = f"one step, measured on {where}" if answer.how == "measured" else f"one step, planned for {where}"
+    if answer.borrowed:
+        title = f"one step, as on {answer.how}"
     capacity = answer.question.capacity
     limit = f"{where}: {format_bytes(capacity)} for PyTorch" if capacity else ""
     return timeline(answer.trace.last_step(), TIMELINE, capacity=capacity or None, limit=limit, title=title)

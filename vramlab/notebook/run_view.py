@@ -14,7 +14,7 @@ from vramlab.experiments import Run, where
 from vramlab.gpus import GPU
 from vramlab.memory.report import OutOfMemoryReport
 from vramlab.memory.trace import MemoryTrace
-from vramlab.notebook.svg import ALARM, Frame, nothing_yet, series, timeline
+from vramlab.notebook.svg import BAD, Frame, badge, nothing_yet, series, timeline
 from vramlab.units import format_bytes
 
 SERIES = Frame(450, 83, top=17, bottom=8)
@@ -59,7 +59,7 @@ class RunView:
 
     def say(self, message: str, *, strong: bool = False) -> None:
         """What is going on, as HTML."""
-        self.status.value = f"<span role='status' style='{SAID}'>{f'<b>{message}</b>' if strong else message}</span>"
+        self.status.value = f"<div role='status' style='{SAID}'>{f'<b>{message}</b>' if strong else message}</div>"
 
     def running(self, now: bool) -> None:
         """Which of the two buttons can be pressed."""
@@ -96,12 +96,12 @@ class RunView:
         report = getattr(error, "report", None)
         name = html.escape(type(error).__name__)
         if isinstance(report, OutOfMemoryReport):
-            self.say(f"<span style='color:{ALARM}'>out of memory</span>: {html.escape(report.summary().splitlines()[0])}", strong=True)
+            self.say(f"{badge(BAD, 'out of memory')} {html.escape(report.device)}: who held it stands below", strong=True)
             # Planning the ways out takes seconds; the plan view offers them as buttons.
             self.details.value = f"<div style='{SAID}'>{dataclasses.replace(report, plan_changes=None)._repr_html_()}</div>"
             return
         text = html.escape("".join(traceback.format_exception(error)))
-        self.say(f"<span style='color:{ALARM}'>{name}</span>: {html.escape(str(error).splitlines()[0] if str(error) else '')}", strong=True)
+        self.say(f"{badge(BAD, name)} {html.escape(str(error).splitlines()[0] if str(error) else '')}", strong=True)
         self.details.value = f"<details style='{SAID}'><summary>traceback</summary><pre>{text}</pre></details>"
 
 

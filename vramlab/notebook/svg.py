@@ -16,8 +16,11 @@ from vramlab.units import format_bytes
 
 COLUMNS = 280  # of a timeline: more than the eye tells apart at its width, and each costs bytes on the way to the page
 ALARM = "#D55E00"
+"""Of lines and areas. Words in it would be hard to read: 3.9 to 1 on white, where WCAG 2.2 asks for 4.5."""
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+GOOD, BAD, OPEN, SEEN = "#00785a", "#b84a00", "#6c757d", "#0072B2"
+"""Behind white words, with a contrast of 4.5 to 1 or more: fits, does not, not known yet, measured."""
 SHADES = {Phase.BUILD: 0.0, Phase.FORWARD: 0.0, Phase.BACKWARD: 0.05, Phase.STEP: 0.11}
 """How dark each phase's background is, of the page's own text colour."""
 
@@ -69,8 +72,8 @@ def timeline(trace: MemoryTrace, frame: Frame, *, capacity: int | None = None, l
     peak = float(total.max())
     reach = capacity is not None and capacity < 2.2 * peak
     top = max(peak * 1.22, capacity * 1.12 if reach and capacity else 0, 1.0)
-    kept = _highest_of_each(total, COLUMNS)
-    shares = (kept - 0.0) / max(1, len(total) - 1)
+    kept, edges = _highest_of_each(total, COLUMNS), _edges(len(total), COLUMNS)
+    shares = edges[:-1] / len(total)  # each column from edge to edge: one that was as thin as its event could vanish in rounding
     body = [_phases(events.phase[first:], frame), _axis(top, frame)]
     for category in reversed(Category):
         if held[category].max() > peak / 500:
@@ -78,7 +81,7 @@ def timeline(trace: MemoryTrace, frame: Frame, *, capacity: int | None = None, l
             body.append(f'<path fill="{category.color}" d="{_area(shares, heights, frame)}"/>')
     at = int(total.argmax())
     said = f"{format_bytes(int(peak))} in {trace.peak_phase}"
-    where = at / max(1, len(total) - 1)
+    where = float(shares[np.searchsorted(edges, at, side="right") - 1]) + 0.5 / (len(edges) - 1)
     if reach and capacity is not None:
         body.append(_limit(capacity / top, limit, frame, left=where > 0.5))
     body.append(_marked(where, peak / top, said, frame))
@@ -143,6 +146,11 @@ def overlay(traces: Sequence[tuple[str, MemoryTrace]], frame: Frame) -> str:
     return frame.picture("".join(body), f"Memory through one step, peaks: {said}.")
 
 
+def badge(color: str, word: str) -> str:
+    """A word in white on a colour that leaves it readable."""
+    return f"<b style='background:{color};color:#fff;border-radius:3px;padding:1px 7px'>{word}</b>"
+
+
 def nothing_yet(frame: Frame, why: str, title: str = "") -> str:
     """Empty axes that say what will be there."""
     x, y = frame.x(0.5), frame.y(0.5)
@@ -164,7 +172,7 @@ def _area(shares: np.ndarray, heights: np.ndarray, frame: Frame) -> str:
         if y != last:
             parts.append(f"H{x}V{y:g}")
             last = y
-    return "".join(parts) + f"H{xs[-1]}V{frame.y(0):.0f}Z"
+    return "".join(parts) + f"H{frame.x(1):.0f}V{frame.y(0):.0f}Z"
 
 
 def _phases(phases: np.ndarray, frame: Frame) -> str:
@@ -211,7 +219,7 @@ def _limit(y: float, words: str, frame: Frame, *, left: bool) -> str:
     x, anchor = (frame.left + 4, "start") if left else (frame.x(1) - 4, "end")
     return (
         f'<path d="M{frame.left} {height:.1f}H{frame.x(1):.0f}" stroke="{ALARM}" stroke-width="1.5" stroke-dasharray="6 3"/>'
-        f'<text x="{x:.0f}" y="{height - 4:.1f}" text-anchor="{anchor}" fill="{ALARM}" font-weight="600">{html.escape(words)}</text>'
+        f'<text x="{x:.0f}" y="{height - 4:.1f}" text-anchor="{anchor}" font-weight="600">{html.escape(words)}</text>'
     )
 
 
@@ -231,10 +239,12 @@ def _note(words: str, frame: Frame) -> str:
 
 def _highest_of_each(totals: np.ndarray, columns: int) -> np.ndarray:
     """Indices of at most so many events: the highest of each stretch, so that no peak gets lost."""
-    if len(totals) <= columns:
-        return np.arange(len(totals))
-    edges = np.linspace(0, len(totals), columns + 1).astype(int)
-    return np.array([a + int(totals[a:b].argmax()) for a, b in pairwise(edges)])
+    return np.array([a + int(totals[a:b].argmax()) for a, b in pairwise(_edges(len(totals), columns))])
+
+
+def _edges(count: int, columns: int) -> np.ndarray:
+    """Where at most so many stretches of events begin, and where the last ends."""
+    return np.linspace(0, count, min(count, columns) + 1).astype(int)
 
 
 def _thinned(count: int, most: int) -> list[int]:

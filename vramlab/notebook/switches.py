@@ -17,6 +17,19 @@ from vramlab.tasks import Task
 
 CHUNKS = (1, 2, 4, 8, 16, 32)
 WIDTH = "7em"
+SLIDERS = {"micro_batch": 64, "accumulation": 16}
+"""Numbers that have a slider too, and how far it reaches at first.
+
+The control is the field: it has a name and takes keys everywhere. A slider's handle has no name, and Notebook 7 takes its arrow keys.
+"""
+MOST = 1_000_000
+"""What a field takes; more is a slip of the keyboard."""
+CHOSEN = "vramlab-switches"
+LOOK = f"""<style>
+.{CHOSEN} .widget-toggle-button.mod-active {{ box-shadow: inset 0 -3px currentColor }}
+.{CHOSEN} .widget-slider {{ margin-left: 6px }}
+</style>"""
+"""A line under what is chosen: its shade alone is hard to see, in the dark theme above all."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +86,13 @@ class Switches:
         self._held = 0  # while it is above 0, moves are collected
         self._last = ""  # the option that was moved last
         self.widgets: dict[str, Any] = {name: self._control(name) for name in SWITCHES if name in names}
-        self.effective = w.HTML()
+        self.sliders = {name: self._slider(name) for name in SLIDERS if name in self.widgets}
+        self.effective, self.words = w.HTML(), w.HTML(LOOK)
         self._messages = {name: w.VBox([], layout={"display": "none"}) for name in self.widgets}
         for name, widget in self.widgets.items():
             widget.observe(lambda _, name=name: self._on_move(name), "value")
+        for name, slider in self.sliders.items():
+            slider.observe(lambda change, name=name: setattr(self.widgets[name], "value", change["new"]), "value")
         self._follow()
 
     @property
@@ -136,12 +152,18 @@ class Switches:
         for name in self.widgets:
             if beside.get(name) in self.widgets:
                 continue
-            row = [*self._labelled(name), *(self.widgets[n] for n in BESIDE.get(name, ()) if n in self.widgets)]
+            row = [
+                *self._labelled(name),
+                *([self.sliders[name]] if name in self.sliders else []),
+                *(self.widgets[n] for n in BESIDE.get(name, ()) if n in self.widgets),
+            ]
             if name == "accumulation":
                 row.append(self.effective)
             messages = [self._messages[n] for n in (name, *BESIDE.get(name, ())) if n in self.widgets]
             rows += [w.HBox(row, layout={"flex_flow": "row wrap", "align_items": "center"}), *messages]
-        return w.VBox(rows)
+        panel = w.VBox([*rows, self.words])
+        panel.add_class(CHOSEN)
+        return panel
 
     def _labelled(self, name: str) -> list[w.Widget]:
         """The control, with its label in front where it puts its own above."""
@@ -158,10 +180,8 @@ class Switches:
         value = getattr(self._base, name)
         switch = SWITCHES[name]
         common: dict[str, Any] = {"description": switch.label, "tooltip": switch.tip, "style": {"description_width": WIDTH}}
-        if name == "micro_batch":
-            return w.IntSlider(min=1, max=max(64, 2 * value), value=value, layout={"width": "26em"}, **common)
-        if name == "accumulation":
-            return w.IntSlider(min=1, max=max(16, 2 * value), value=value, layout={"width": "22em"}, **common)
+        if name in SLIDERS:
+            return w.BoundedIntText(min=1, max=max(MOST, 2 * value), value=value, layout={"width": "12em"}, **common)
         if name == "optimizer_in_backward":
             return w.Checkbox(value=value, indent=False, layout={"width": "auto", "margin": "0 8px 0 7.8em"}, **common)
         if name == "checkpoint_every":
@@ -179,6 +199,12 @@ class Switches:
         return w.ToggleButtons(
             options=options_of, value=value, tooltips=tips, tooltip=switch.tip, layout=layout, style={"button_width": "auto"}
         )
+
+    def _slider(self, name: str) -> w.IntSlider:
+        value = self.widgets[name].value
+        tip = f"{SWITCHES[name].tip}; the field beside it takes any number"
+        layout = {"width": "13em" if name == "micro_batch" else "9em"}
+        return w.IntSlider(min=1, max=max(SLIDERS[name], 2 * value), value=value, readout=False, layout=layout, tooltip=tip)
 
     def _accepts(self, name: str, value: Any) -> bool:
         known = choices(name)
@@ -201,7 +227,7 @@ class Switches:
     def _reach(self, name: str, value: Any) -> None:
         """Make room for a value that the control does not reach yet."""
         widget = self.widgets[name]
-        if isinstance(widget, w.IntSlider | w.BoundedIntText) and value > widget.max:
+        if isinstance(widget, w.BoundedIntText) and value > widget.max:
             widget.max = 2 * value
         elif name == "loss_chunks" and value not in widget.options:
             widget.options = sorted({*widget.options, value})
@@ -217,13 +243,19 @@ class Switches:
         self._moved()
 
     def _follow(self) -> None:
-        """What depends on the controls: the effective batch, what has no effect now, what excludes what."""
+        """What depends on the controls: sliders, the effective batch, what has no effect now, what excludes what, the recipe in words."""
         options = self.options
+        for name, slider in self.sliders.items():
+            if options[name] > slider.max:
+                slider.max = 2 * options[name]
+            slider.value = options[name]
         total = options["micro_batch"] * options["accumulation"] * (options["ranks"] // options["stages"])
         self.effective.value = f"<span style='white-space:nowrap'>effective batch <b>{total:,}</b></span>"
         if "checkpoint_every" in self.widgets:
             self.widgets["checkpoint_every"].disabled = options["checkpointing"] == "none"
-        self._show_conflicts(self.conflicts)
+        found = self.conflicts
+        self._show_conflicts(found)
+        self.words.value = f"{LOOK}<div style='margin:4px 0 0 2px;line-height:1.4;max-width:36em'>{_in_words(options, found)}</div>"
 
     def _show_conflicts(self, found: list[Conflict]) -> None:
         """Each beside the switch that was moved last of those it names."""
@@ -252,6 +284,15 @@ class Switches:
         button = w.Button(description=f"set {SWITCHES[name].label} {words}", tooltip=f"{name}={value!r}", layout={"width": "auto"})
         button.on_click(lambda _: self.set(**{name: value}))
         return button
+
+
+def _in_words(options: dict[str, Any], excluded: list[Conflict]) -> str:
+    """What the controls say, and the Python line for it, which one click selects."""
+    if excluded:
+        return "<span role='status'>no recipe: these switches exclude one another</span>"
+    recipe = Recipe(**options)
+    code = f"<code style='user-select:all;background:none;color:inherit' title='one click selects it'>vl.{html.escape(repr(recipe))}</code>"
+    return f"<span role='status'>{html.escape(str(recipe))}</span><br><span style='opacity:.75'>{code}</span>"
 
 
 def _near(common: dict[str, Any], width: str = "3em") -> dict[str, Any]:
