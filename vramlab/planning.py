@@ -36,6 +36,7 @@ from vramlab.virtual.travel import pickled
 if TYPE_CHECKING:
     import pandas as pd
 
+    from vramlab.virtual import step_alone
     from vramlab.virtual.device import VirtualGPU
 
 LARGEST = 1 << 30  # a micro-batch that no card holds
@@ -132,15 +133,42 @@ def _parameters(digest: str, task: Task, card: GPU) -> list[tuple[tuple[int, ...
 def known_steps(digest: str, task: Task, recipe: Recipe, card: GPU, rank: int = 0) -> dict[str, Any]:
     """`trace_steps`, or what it gave before, for a recipe with the same bytes and a card that is the same in all that mattered.
 
+    A recipe that differs from a known one in its optimizer needs its step alone, where `vramlab.virtual.step_alone` can say so.
+
     Args:
         digest: of the task as it was sent, with all that its functions hold; empty: not known.
     """
     if not digest:
         return trace_steps(task, recipe, card, rank=rank)
+    from vramlab.virtual import step_alone
+
+    same = with_same_bytes(recipe)
     mattered = card if recipe.ranks > 1 else (card.capability, card.sms)  # how cards are connected is noted
-    key = (digest, with_same_bytes(recipe), mattered, rank)
-    known: dict[str, Any] = _traces.get(key, card, lambda asked: trace_steps(task, recipe, card, asked, rank))
-    return known | {"trace": MemoryTrace(known["trace"].events, str(card))}
+    if step_alone.separable(same):
+        key: Any = (digest, same.with_(optimizer=Recipe.optimizer, optimizer_impl=Recipe.optimizer_impl), mattered)
+        known: step_alone.Known = _traces.get(key, card, lambda asked: _trace_noted(task, same, card, asked))
+        fields = known.fields
+        if known.recipe != same:  # made with this known trace, so good as long as that is
+            fields = _traces.get((known, same), card, lambda asked: _trace_other(known, task, same, card, asked))
+    else:
+        key = (digest, same, mattered, rank)
+        fields = _traces.get(key, card, lambda asked: trace_steps(task, recipe, card, asked, rank))
+    return fields | {"trace": MemoryTrace(fields["trace"].events, str(card))}
+
+
+def _trace_noted(task: Task, recipe: Recipe, card: GPU, asked: dict[str, Any]) -> step_alone.Known:
+    from vramlab.virtual import step_alone
+
+    noted: list[step_alone.Noted] = []
+    return step_alone.Known(recipe, trace_steps(task, recipe, card, asked, noted=noted), noted)
+
+
+def _trace_other(known: step_alone.Known, task: Task, recipe: Recipe, card: GPU, asked: dict[str, Any]) -> dict[str, Any]:
+    """`trace_steps` of a recipe with another optimizer than the known one, of which only the step is run if that is enough."""
+    from vramlab.virtual import step_alone
+
+    fields = step_alone.with_other_optimizer(known, task, recipe, card, asked)
+    return trace_steps(task, recipe, card, asked) if fields is None else fields
 
 
 def _digest(task: Task) -> str:
@@ -160,17 +188,25 @@ def with_same_bytes(recipe: Recipe) -> Recipe:
     )
 
 
-def trace_steps(task: Task, recipe: Recipe, card: GPU, asked: dict[str, Any] | None = None, rank: int = 0) -> dict[str, Any]:
+def trace_steps(
+    task: Task,
+    recipe: Recipe,
+    card: GPU,
+    asked: dict[str, Any] | None = None,
+    rank: int = 0,
+    noted: list[step_alone.Noted] | None = None,
+) -> dict[str, Any]:
     """Run the first steps on a virtual card as large as need be; in the planner process.
 
     Args:
         asked: gets what the code asked the card for, its memory say.
         rank: of the recipe's ranks the one that this process is.
+        noted: gets what each optimizer step found and left.
 
     Returns:
         The fields of a `Plan` that come from the run.
     """
-    from vramlab.virtual import ranks
+    from vramlab.virtual import ranks, step_alone
     from vramlab.virtual.device import virtual_gpu
 
     began = time.perf_counter()
@@ -179,6 +215,7 @@ def trace_steps(task: Task, recipe: Recipe, card: GPU, asked: dict[str, Any] | N
         ranks.virtual_rank(rank, recipe.ranks) if recipe.ranks > 1 else nullcontext(),
         virtual_gpu(card, limited=False) as virtual,
         watching(virtual, "card", {} if asked is None else asked),
+        nullcontext() if noted is None else step_alone.noting_steps(virtual, noted),
     ):
         with closing(train(named(task, virtual), shorter, virtual.device, record_every=None)) as steps:
             next(steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import textwrap
@@ -298,6 +299,20 @@ def test_buffers_keep_their_values_and_tied_weights_are_one(gpu: VirtualGPU) -> 
     assert model.widths.tolist() == _Widths().widths.tolist()
     assert tied["a"].weight is tied["b"].weight
     assert len(list(tied.parameters())) == 1
+
+
+@pytest.mark.parametrize("kind", ["function", "other"])
+def test_where_a_model_moves_to_is_asked_once_where_the_answer_can_be_kept(gpu: VirtualGPU, kind: str) -> None:
+    asked = []
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        asked.append(tensor.numel())
+        return tensor.to(gpu.device)
+
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    model._apply(move if kind == "function" else functools.partial(move))
+    assert all(p.device == gpu.device for p in model.parameters())
+    assert asked.count(0) == (1 if kind == "function" else 4)
 
 
 def test_initialisers_are_restored_and_real_models_are_initialised_afterwards(gpu: VirtualGPU) -> None:
