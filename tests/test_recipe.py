@@ -184,6 +184,21 @@ def test_a_count_from_numpy_is_a_whole_number_too(option: str) -> None:
     assert recipe == Recipe(**{option: 1})
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({name: kind(2)} for name in ("loss_scale", "clip_norm") for kind in (np.float64, np.float32, np.int64)),
+        {"precision": np.array(["bf16"])[0], "optimizer": np.str_("sgd")},
+        {"micro_batch": np.int32(4)},
+    ],
+)
+def test_what_comes_from_numpy_reads_as_python(options: dict[str, Any]) -> None:
+    recipe = Recipe(**options)
+    assert "np." not in repr(recipe)
+    assert eval(repr(recipe), {"Recipe": Recipe}) == recipe
+    assert {name: getattr(recipe, name) for name in options} == options
+
+
 @pytest.mark.parametrize("option", ["loss_scale", "clip_norm"])
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, "1"])
 def test_a_scale_is_a_positive_number(option: str, value: object) -> None:

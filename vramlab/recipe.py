@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import numbers
 import operator
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
@@ -93,8 +94,7 @@ class Recipe:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if type(field.default) is int and not isinstance(value, int) and hasattr(value, "__index__"):
-                object.__setattr__(self, field.name, operator.index(value))  # NumPy's whole numbers, from an arange say
+            object.__setattr__(self, field.name, _plain(value, whole=type(field.default) is int))
         problems = _bad_values(self) or [str(c) for c in conflicts(**asdict(self))]
         if problems:
             raise ValueError("\n".join(problems))
@@ -303,6 +303,15 @@ def _nearest(name: str, known: list[str] | tuple[str, ...]) -> str:
     close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     guess = f"; did you mean {close[0]!r}?" if close else "."
     return f"{guess} Known: {', '.join(known)}."
+
+
+def _plain(value: Any, whole: bool) -> Any:
+    """Python's own number or text for NumPy's, from an arange say, which would stand in the recipe's text; others as they are."""
+    if isinstance(value, int):
+        return value
+    if whole:
+        return operator.index(value) if hasattr(value, "__index__") else value
+    return float(value) if isinstance(value, numbers.Real) else str.__str__(value) if isinstance(value, str) else value
 
 
 def _bad_values(recipe: Recipe) -> list[str]:

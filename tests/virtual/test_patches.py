@@ -6,6 +6,7 @@ import functools
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -301,18 +302,27 @@ def test_buffers_keep_their_values_and_tied_weights_are_one(gpu: VirtualGPU) -> 
     assert len(list(tied.parameters())) == 1
 
 
-@pytest.mark.parametrize("kind", ["function", "other"])
-def test_where_a_model_moves_to_is_asked_once_where_the_answer_can_be_kept(gpu: VirtualGPU, kind: str) -> None:
-    asked = []
+@pytest.mark.parametrize("wrapped", [lambda move: move, functools.partial], ids=["function", "partial"])
+def test_where_a_model_moves_to_is_asked_once_a_move(gpu: VirtualGPU, wrapped: Callable[[Any], Any]) -> None:
+    asked: list[int] = []
+    where: list[Any] = ["cpu"]
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        asked.append(tensor.numel())
-        return tensor.to(gpu.device)
+        asked.append(0 if nn.parameter.is_lazy(tensor) else tensor.numel())
+        return tensor.to(where[0])
 
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
-    model._apply(move if kind == "function" else functools.partial(move))
-    assert all(p.device == gpu.device for p in model.parameters())
-    assert asked.count(0) == (1 if kind == "function" else 4)
+    model, same = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), wrapped(move)
+    weights = list(model.parameters())
+    for where[0] in ("cpu", gpu.device):  # the same function, which moves to another place now
+        asked.clear()
+        model._apply(same)
+        assert asked.count(0) == 1
+        assert all(p.device == torch.device(where[0]) for p in model.parameters())
+        assert all(p is before for p, before in zip(model.parameters(), weights, strict=True))
+    lazy = nn.LazyLinear(4)
+    for where[0] in ("cpu", gpu.device):
+        lazy._apply(same)
+    assert lazy(torch.zeros(2, 3, device=gpu.device)).device == lazy.weight.device == gpu.device
 
 
 def test_initialisers_are_restored_and_real_models_are_initialised_afterwards(gpu: VirtualGPU) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from contextlib import closing
@@ -163,3 +164,45 @@ def test_what_changes_a_shape_in_place_is_computed_each_time(gpu: VirtualGPU) ->
         assert x.shape == (4, 4)
         x.unsqueeze_(0)
         assert x.shape == (1, 4, 4)
+
+
+REDUCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+    **{name: getattr(torch, name) for name in ("sum", "mean", "prod", "any", "all", "max", "min", "argmax", "median")},
+    **{name: functools.partial(getattr(torch, name), correction=0) for name in ("var", "std")},
+    **{name: (lambda t, name=name: getattr(torch, name)(t, -1)) for name in ("logsumexp", "cumsum", "softmax", "log_softmax")},
+    "amax": torch.amax,
+    "along": lambda t: t.sum(-1),
+    "norm": torch.linalg.vector_norm,
+    "kept": lambda t: t.sum(-1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (5, 1), (1, 5)])
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("card", ["RTX 4090", "T4"])
+def test_a_few_numbers_and_a_single_one_are_reduced_too(name: str, shape: tuple[int, ...], card: str) -> None:
+    def layout(result: Any) -> list[Any]:
+        return [(t.shape, t.dtype, t.stride()) for t in ([result] if isinstance(result, torch.Tensor) else result)]
+
+    with virtual_gpu(card) as gpu:
+        assert layout(REDUCTIONS[name](torch.ones(shape, device=gpu.device))) == layout(REDUCTIONS[name](torch.ones(shape)))
+
+
+class Scaled(torch.nn.Module):
+    """A parameter of no dimension, as CLIP's ``logit_scale``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale.exp()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adafactor"])
+def test_a_parameter_of_no_dimension_is_trained(optimizer: str) -> None:
+    task = vl.Task(
+        model=Scaled, batch=lambda n, device: torch.zeros(n, 8, device=device), loss=lambda model, x: (model(x).mean().mean(), len(x))
+    )
+    trace = events(task, vl.Recipe(optimizer=optimizer, clip_norm=1.0))
+    assert trace.nbytes[trace.category == 0].sum() == 4 * (64 + 8 + 1)

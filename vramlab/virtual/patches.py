@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -91,19 +89,24 @@ class _OnlyOthers(metaclass=_Others):
 
 
 def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    goals: weakref.WeakKeyDictionary[Any, torch.device] = weakref.WeakKeyDictionary()
+    goals: dict[int, torch.device] = {}  # where a function moves to, while the outermost module moves: asking each takes long
 
     @functools.wraps(original)
     def apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """A parameter that moves to a card stays the same object, with its hooks and in its optimizer."""
+        goal = goals.get(id(fn))
+        if goal is not None:
+            return move(self, fn, recurse, goal)
+        goals[id(fn)] = goal = fn(torch.empty(0)).device
+        try:
+            return move(self, fn, recurse, goal)
+        finally:
+            goals.pop(id(fn), None)
+
+    def move(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool, goal: torch.device) -> nn.Module:
         if recurse:
             for child in self.children():
                 child._apply(fn)
-        goal = goals.get(fn) if isinstance(fn, FunctionType) else None
-        if goal is None:
-            goal = fn(torch.empty(0)).device
-            if isinstance(fn, FunctionType):  # once for all modules of a model: asking takes longer than a parameter's move
-                goals[fn] = goal
         if goal.type != backend.NAME and not any(map(is_virtual, self.parameters(recurse=False))):
             return original(self, fn, recurse=False)
         everything: tuple[Any, Any] = self._parameters, self._buffers

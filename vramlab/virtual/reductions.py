@@ -42,11 +42,11 @@ def partial_sums(
     Reference: ``native/cuda/Reduce.cuh``, ``setReduceConfig`` and ``global_memory_size``; ``TensorIterator.cpp``,
     ``reorder_dimensions``, ``coalesce_dimensions``, ``with_32bit_indexing``.
     """
-    if tensor.numel() == 0:
+    if tensor.numel() == 0 or not tensor.dim():  # a single number has nothing to hand on
         return []
     itemsize = tensor.element_size()
     element = element or (8 if itemsize == 8 or not tensor.dtype.is_floating_point else 4)
-    gone = {dim % tensor.dim() for dim in dims} if dims is not None and tensor.dim() else set()
+    gone = {dim % tensor.dim() for dim in dims} if dims is not None else set()
     gone = gone or set(range(tensor.dim()))
     layout: list[_Dim] = []
     length = 1
