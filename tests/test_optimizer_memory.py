@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import sys
 import types
 from collections.abc import Callable
@@ -15,7 +18,7 @@ from torch import nn
 import vramlab as vl
 from vramlab.memory.trace import Category
 from vramlab.techniques.adafactor import Adafactor
-from vramlab.techniques.low_bit import adamw_8bit
+from vramlab.techniques.low_bit import _compiled_out_of_sight, adamw_8bit
 from vramlab.training import train
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -248,6 +251,38 @@ def test_a_compiled_step_works_while_it_is_recorded_and_its_state_is_seen(compil
             assert trace.breakdown("end").optimizer_state == 4 * 16 * 16
     assert torch.equal(layers[0].weight, layers[1].weight)
     assert calls == ["stepped"]
+
+
+def saved_and_loaded(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    torch.save(optimizer, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        *(lambda optimizer, protocol=protocol: pickle.loads(pickle.dumps(optimizer, protocol)) for protocol in (0, 2, 5)),
+        saved_and_loaded,
+        copy.deepcopy,
+    ],
+    ids=["pickle 0", "pickle 2", "pickle 5", "torch.save", "deepcopy"],
+)
+def test_an_8_bit_optimizer_can_be_kept_and_goes_on_while_it_is_recorded(copied: Callable[[Any], Any]) -> None:
+    optimizer = _compiled_out_of_sight(Compiling)([nn.Parameter(torch.randn(4))], lr=0.5)
+    (p,) = optimizer.param_groups[0]["params"]
+    p.grad = torch.ones(4)
+    optimizer.step()
+    again = copied(optimizer)
+    assert type(again) is type(optimizer)
+    (q,) = again.param_groups[0]["params"]
+    assert again.state[q]["average"].equal(optimizer.state[p]["average"])
+    q.grad = torch.ones(4)
+    optimizer.step()
+    with vl.record(optimizer=again) as trace:
+        again.step()
+    assert trace.breakdown("end").optimizer_state == 4 * 4
+    assert torch.equal(p, q)
 
 
 def test_a_compiled_step_takes_a_closure(compiling: Any) -> None:

@@ -11,10 +11,12 @@ import pickle
 import random
 import re
 import signal
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, redirect_stdout
+from contextlib import closing, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +26,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import vramlab as vl
 from vramlab import experiments
 from vramlab.command import main
-from vramlab.memory.trace import Category, MemoryTrace
+from vramlab.memory.trace import Category, DeviceCounters, MemoryTrace
+from vramlab.parallel import rank as rank_module
 from vramlab.parallel.choose import choose_way
 from vramlab.parallel.data import DataParallel
 from vramlab.techniques.precision import Precision
-from vramlab.training import train
+from vramlab.training import StepReport, train
 
 launching: Any = importlib.import_module("vramlab.parallel.launch")  # the package has a function of that name
 
@@ -118,8 +122,99 @@ def adding_up(optimizer: str) -> dict[str, list[tuple[float, MemoryTrace]]]:
         DataParallel._adds_up_in_buckets = ours  # type: ignore[method-assign]
 
 
+class Small(nn.Module):
+    """An embedding and a layer; what is unused, sparse or of an unknown shape is asked for, and what DDP ignores."""
+
+    def __init__(self, unused: bool = False, sparse: bool = False, lazy: bool = False, ignored: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(20, 8, sparse=sparse), nn.LazyLinear(20) if lazy else nn.Linear(8, 20)
+        if unused:
+            self.unused = nn.Linear(8, 8)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, list(ignored))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.embedding(ids))
+
+
+def small_loss(model: nn.Module, ids: torch.Tensor, chunks: int = 1) -> tuple[torch.Tensor, int]:
+    return sum(part.square().sum() for part in model(ids).chunk(chunks)), ids.numel()
+
+
+def leading_nowhere(model: nn.Module, ids: torch.Tensor, chunks: int = 1) -> tuple[torch.Tensor, int]:
+    return torch.ones(3, requires_grad=True).sum(), 3
+
+
+def leading_nowhere_later() -> Callable[..., tuple[torch.Tensor, int]]:
+    """From the second window on."""
+    asked = itertools.count()
+    return lambda model, ids, chunks=1: (small_loss if next(asked) < 2 else leading_nowhere)(model, ids, chunks)
+
+
+def small_task(model: Callable[[], nn.Module], loss: Callable[..., tuple[torch.Tensor, int]] = small_loss) -> vl.Task:
+    return vl.Task(model, lambda size, device: torch.randint(20, (size, 4), device=device), loss, "small", chunked=True)
+
+
+TRAINED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "sparse": ({"sparse": True}, {"optimizer": "sgd"}),
+    "sparse, zero1": ({"sparse": True}, {"optimizer": "sgd", "parallel": "zero1"}),
+    "ignored": ({"ignored": ("layer.bias",)}, {}),
+    "ignored, loss in chunks": ({"ignored": ("layer.bias",)}, {"loss_chunks": 2}),
+    "ignored, zero1": ({"ignored": ("layer.bias",)}, {"parallel": "zero1"}),
+}
+"""What DDP adopts only in part: options of the model, and of the recipe."""
+
+
+def trained(name: str, in_buckets: bool = True) -> dict[str, torch.Tensor]:
+    """The parameters after three steps of two micro-batches."""
+    options, recipe = TRAINED[name]
+    torch.manual_seed(0)
+    model = Small(**options)
+    torch.manual_seed(dist.get_rank())
+    with pytest.MonkeyPatch.context() as patch:
+        if not in_buckets:
+            patch.setattr(DataParallel, "_adds_up_in_buckets", lambda self, model: False)
+        with closing(train(small_task(lambda: model), DDP.with_(accumulation=2, **recipe), "cpu", record_every=None)) as steps:
+            list(itertools.islice(steps, 3))
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], Callable[..., Any], int, str]] = {
+    "unused": (
+        {"unused": True},
+        lambda: small_loss,
+        1,
+        "RuntimeError: DDP sends gradients when backward has reached every parameter, and the last of this window did not reach 2 of 5: "
+        "unused.weight, unused.bias. Freeze them with requires_grad_(False), or let the loss depend on them.",
+    ),
+    "nowhere": ({}, lambda: leading_nowhere, 1, "RuntimeError: backward() has run and no parameter of the optimizer has a gradient: "),
+    "nowhere later": ({}, leading_nowhere_later, 2, "RuntimeError: backward() has run and no parameter of the optimizer has a gradient: "),
+    "lazy": ({"lazy": True}, lambda: small_loss, 1, "ValueError: DDP needs the shapes of all parameters, and these have none yet: layer"),
+}
+"""What is refused in DDP's buckets too: options of the model, its loss, the step, the message."""
+
+
+def refused(name: str, parallel: str) -> tuple[str, int, bool]:
+    """The error, the step it came in, and whether that step moved a parameter."""
+    options, loss, _, _ = REFUSED[name]
+    torch.manual_seed(0)  # DDP sends out rank 0's weights, and that moves none
+    model = Small(**options)
+    done, before = 0, [p.detach().clone() for p in model.parameters() if name != "lazy"]
+
+    def trains() -> None:
+        nonlocal done, before
+        for report in train(small_task(lambda: model, loss()), DDP.with_(accumulation=2, parallel=parallel), "cpu", record_every=None):
+            done, before = report.step, [p.detach().clone() for p in model.parameters()]
+            assert done < 3
+
+    error = said(trains)
+    return error, done + 1, any(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=name != "lazy"))
+
+
 def work() -> dict[str, Any]:
     return {
+        "trained": {name: (trained(name), trained(name, in_buckets=False)) for name in TRAINED},
+        "refused": {(name, parallel): refused(name, parallel) for name in REFUSED for parallel in ("ddp", "zero1")},
         "building": same_model_other_numbers(),
         "clipped": clipped(),
         "infinite": clipped(infinite_in=1),
@@ -204,6 +299,26 @@ def test_what_adds_up_in_the_buckets_is_the_same_to_the_bit(optimizer: str, rank
         assert len(set(two)) == 3
 
 
+@pytest.mark.parametrize("name", TRAINED)
+def test_parameters_without_a_place_in_the_buckets_learn_as_they_do_without_zeros(name: str, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        ours, theirs = rank["trained"][name]
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    apart = [key for key, value in ranks[0]["trained"][name][0].items() if not torch.equal(value, ranks[1]["trained"][name][0][key])]
+    # zero1 sends out what one rank's optimizer has moved
+    assert apart == list(TRAINED[name][0].get("ignored", ()) if TRAINED[name][1].get("parallel") != "zero1" else ())
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "zero1"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_zeros_in_the_buckets_hide_no_error_and_move_nothing(name: str, parallel: str, ranks: list[dict[str, Any]]) -> None:
+    _, _, step, message = REFUSED[name]
+    for rank in ranks:
+        error, when, moved = rank["refused"][name, parallel]
+        assert error.startswith(message)
+        assert (when, moved) == (step, False)
+
+
 def test_a_group_of_another_size_than_the_recipe_is_refused(ranks: list[dict[str, Any]]) -> None:
     right = "RuntimeError: The recipe shares the work between ranks=3, and the process group has 2. Launch as many, or set ranks=2."
     assert [rank["wrong size"] for rank in ranks] == [right, right]
@@ -266,7 +381,7 @@ class Bar:
 
     def __init__(self, **options: Any) -> None:
         self.shown: list[str] = []
-        self.disabled = options["disable"]
+        self.disable = options["disable"]
         bars.append(self)
 
     def __enter__(self) -> "Bar":
@@ -284,12 +399,12 @@ bars: list[Bar] = []
 
 
 @pytest.fixture
-def nobody_stays() -> Iterator[None]:
-    """No process is left behind, nor a file, nor a signal handler."""
+def nobody_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No process is left behind, nor a file, nor a signal handler. ``tmp_path`` is where launch() makes its folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def there() -> tuple[Any, ...]:
-        files = sorted(Path(tempfile.gettempdir()).glob("vramlab-*/ready-0"))
-        return {p.pid for p in psutil.Process().children(recursive=True)}, files, signal.getsignal(signal.SIGINT)
+        return {p.pid for p in psutil.Process().children(recursive=True)}, sorted(tmp_path.iterdir()), signal.getsignal(signal.SIGINT)
 
     before = there()
     yield
@@ -336,7 +451,7 @@ def test_an_error_in_one_rank_carries_the_finished_steps_of_all(monkeypatch: pyt
     assert caught.value.__notes__ == ["Raised in rank 1 of 2; the other ranks were stopped.", "2 finished steps are kept in error.run."]
     (bar,) = bars
     assert [re.sub("[0-9.]+ (MiB)", r"x \1", shown) for shown in bar.shown] == [f"loss {loss:.3f}, peak x MiB" for loss in run.losses]
-    assert not bar.disabled
+    assert not bar.disable
 
 
 def test_ctrl_c_before_the_ranks_have_begun_ends_them_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,6 +464,100 @@ def test_ctrl_c_before_the_ranks_have_begun_ends_them_at_once(monkeypatch: pytes
     monkeypatch.setattr(launching.subprocess, "Popen", interrupted_when_it_starts)
     run = vl.run(TASK, DDP, device="cpu", progress=False)
     assert (run.status, run.reports, [rank.reports for rank in run.ranks]) == ("interrupted", [], [[], []])
+
+
+# An agent without torch and without ranks, for what is tried often: it says so and goes on until it is ended, or gives results.
+GOES_ON = """
+import pathlib, subprocess, sys
+folder = pathlib.Path(sys.argv[1])
+child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+for rank in "01":
+    (folder / f"ready-{rank}").touch()
+sys.stdin.read()
+"""
+RETURNS = """
+import pathlib, pickle, sys
+for rank in "01":
+    (pathlib.Path(sys.argv[1]) / f"result-{rank}").write_bytes(pickle.dumps(int(rank)))
+sys.stdin.read()
+"""
+
+
+def instead_of_the_agent(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "command", lambda role, folder, ranks: [sys.executable, "-c", text, folder])
+
+
+def launched() -> tuple[list[int], bool]:
+    return launching.launch(int, ranks=2, device="cpu"), False
+
+
+def followed() -> tuple[list[int], bool]:
+    return launching.follow(int, heard=lambda rank, value: None, ranks=2, device="cpu", seed=0)
+
+
+@pytest.mark.usefixtures("nobody_stays")
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(launching._Job, "__init__"), (launching._Job, "_stop"), (launching._Output, "forward"), (tempfile.TemporaryDirectory, "cleanup")],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("call", [launched, followed])
+def test_no_ctrl_c_is_lost_whenever_it_comes(
+    call: Callable[[], tuple[list[int], bool]], owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not came:
+            came.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return original(self, *args, **kwargs)
+
+    came: list[bool] = []
+    original = getattr(owner, name)
+    instead_of_the_agent(RETURNS, monkeypatch)
+    monkeypatch.setattr(owner, name, interrupted)
+    try:
+        results, noticed = call()
+    except KeyboardInterrupt:
+        noticed = True
+    else:
+        assert results == [0, 1]
+    assert came == [True]
+    assert noticed
+
+
+@pytest.mark.usefixtures("nobody_stays")
+@pytest.mark.parametrize("gap", [0.0005, 0.005])
+@pytest.mark.parametrize("begins", ["call", "ready-1"])
+@pytest.mark.parametrize("call", [launched, followed])
+def test_however_fast_ctrl_c_is_repeated_nothing_stays(
+    call: Callable[[], tuple[list[int], bool]], begins: str, gap: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    inside, over = True, threading.Event()
+
+    def heard(number: int, frame: Any) -> None:
+        if inside:
+            raise KeyboardInterrupt
+
+    def repeat() -> None:
+        while not list(tmp_path.glob(f"vramlab-*/{begins}")):
+            time.sleep(0.0005)
+        while not over.wait(gap):
+            ctrl_c(os.getpid())
+
+    instead_of_the_agent(GOES_ON, monkeypatch)
+    own = signal.signal(signal.SIGINT, heard)
+    key = threading.Thread(target=repeat)
+    key.start()
+    try:
+        call()
+    except KeyboardInterrupt:
+        inside = False
+    finally:
+        over.set()
+        key.join()
+        time.sleep(0.01)  # what was sent has come
+        signal.signal(signal.SIGINT, own)
+    assert not inside
 
 
 def same_batch(size: int, device: torch.device) -> Any:
@@ -393,6 +602,77 @@ def test_half_a_value_is_not_heard_until_it_is_whole(tmp_path: Path) -> None:
         with open(tmp_path / "told-1", "ab") as file:
             file.write(written)
         assert list(told.values()) == heard
+
+
+def test_what_a_rank_told_is_closed_while_somebody_listens(tmp_path: Path) -> None:
+    """Else Windows would keep the folder."""
+    told = tmp_path / "told-0"
+    told.write_bytes(2 * (len(data := pickle.dumps("heard")).to_bytes(8, "big") + data))
+    for value in launching._Told(tmp_path, 0).values():
+        assert value == "heard"
+        assert str(told) not in [file.path for file in psutil.Process().open_files()]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a limit on the size of files")
+@pytest.mark.parametrize("size", [10, 100_000], ids=["at closing", "at writing"])
+def test_what_a_rank_could_not_tell_for_want_of_space_leaves_nothing(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    monkeypatch.setattr(rank_module, "_followed", [(tmp_path, 0)])
+    told, before = launching._Told(tmp_path, 0), resource.getrlimit(resource.RLIMIT_FSIZE)
+    rank_module.tell("first")
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "told-0").stat().st_size + 12, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            rank_module.tell("x" * size)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    rank_module.tell("second")
+    assert list(told.values()) == ["first", "second"]
+
+
+@pytest.mark.parametrize(("cards", "device"), [(1, "cpu"), (2, "cuda")])
+def test_before_a_rank_has_told_anything_a_run_says_where_they_start(cards: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any, device: str, **options: Any) -> Any:
+        asked.append(device)
+        raise KeyboardInterrupt
+
+    asked: list[str] = []
+    for module in (launching, experiments):
+        monkeypatch.setattr(module, "choose_device", lambda name: torch.device("cuda" if name == "auto" else name))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    monkeypatch.setattr(experiments, "follow", interrupted)
+    with pytest.warns(UserWarning, match="there are 1: they run on the CPU") if cards < 2 else nullcontext():
+        run = vl.run(TASK, DDP, progress=False)
+    assert [one.device.type for one in (run, *run.ranks)] == [device] * 3
+    assert asked == [device]
+
+
+def test_a_run_without_a_bar_is_not_asked_for_its_peak_and_one_with_a_bar_looks_at_each_step_once() -> None:
+    class Counted(list[Any]):
+        asked = 0
+
+        def __getitem__(self, which: Any) -> Any:
+            found = super().__getitem__(which)
+            Counted.asked += len(found) if isinstance(which, slice) else 0
+            return found
+
+        def __iter__(self) -> Any:
+            Counted.asked += len(self)
+            return super().__iter__()
+
+    counters = DeviceCounters(allocated=5, reserved=7, device=None)
+    for disable in (True, False):
+        Counted.asked, told = 0, [Counted(), Counted()]
+        ranks = [experiments.Run(TASK, DDP, CPU, reports) for reports in told]
+        run, bar = experiments.Run(TASK, DDP, CPU, told[0], ranks=ranks), Bar(disable=disable)
+        for step in range(1, 101):
+            for reports in told:
+                reports.append(StepReport(step, 1.0, 0.1, 1.0, None, counters))
+            experiments._advance(bar, run)
+        assert len(bar.shown) == (0 if disable else 100)
+        assert Counted.asked == (0 if disable else 200)
+        assert run.peak == 5
 
 
 def test_where_nobody_listens_a_rank_returns_its_steps_or_keeps_them_in_its_error(monkeypatch: pytest.MonkeyPatch) -> None:

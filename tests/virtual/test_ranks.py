@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -249,6 +250,49 @@ def test_without_synchronisation_gradients_lie_beside_the_buckets(pair: VirtualG
     model(torch.ones(1, 512, device=pair.device)).sum().backward()
     assert pair.communication().by_kind["all-reduce"] == model.module.weight.nbytes
     assert model.module.weight.grad._is_view()
+
+
+class WithUnused(nn.Module):
+    """``unused`` layers come after the one that is used."""
+
+    def __init__(self, unused: int) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(unused))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+@pytest.mark.parametrize(("unused", "named"), [(1, "unused.0.weight, unused.0.bias."), (5, "unused.3.weight, unused.3.bias, ....")])
+def test_the_forward_after_a_backward_that_missed_parameters_is_refused(
+    unused: int, named: str, accumulation: int, pair: VirtualGPU
+) -> None:
+    model = DistributedDataParallel(WithUnused(unused).to(pair.device))
+    x = torch.ones(1, 4, device=pair.device)
+    for _ in range(accumulation - 1):
+        with model.no_sync():
+            model(x).sum().backward()
+    model(x).sum().backward()
+    text = rf"the last synchronised one did not reach {2 * unused} of {2 + 2 * unused}: .*{re.escape(named)} Freeze them with"
+    with pytest.raises(RuntimeError, match=text), model.no_sync():
+        model(x)
+
+
+def test_a_forward_without_a_backward_is_nothing_that_has_begun(pair: VirtualGPU) -> None:
+    model = DistributedDataParallel(nn.Linear(4, 4).to(pair.device))
+    x = torch.ones(1, 4, device=pair.device)
+    model(x)
+    for _ in range(2):
+        model(x).sum().backward()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("way", ["ddp", "zero1"])
+def test_a_model_with_unused_parameters_has_no_plan_in_copies(way: str, accumulation: int) -> None:
+    task = Task(lambda: WithUnused(1), lambda count, device: torch.ones(count, 4, device=device), squares, "unused")
+    with pytest.raises(RuntimeError, match="did not reach 2 of 4: unused.0.weight, unused.0.bias. Freeze them"):
+        planning.trace_steps(task, vl.Recipe(parallel=way, ranks=2, accumulation=accumulation), CARD)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from vramlab.parallel.way import Loss, Way
+from vramlab.recipe import Recipe
 from vramlab.techniques.accumulation import Window, keep_gradient_in
 from vramlab.techniques.in_backward import hooked_parameters
 from vramlab.techniques.precision import Precision
@@ -173,6 +174,7 @@ def windows(
     makes them beside the buckets, 4 bytes a parameter more. The first window has both, and in the second's first forward DDP copies its
     buckets into new ones; `train` goes without these too. Leave it out with ``k=1`` and FSDP, which gain nothing, with 16-bit parameters,
     whose sums are fp32, and with ``find_unused_parameters=True``: an optimizer moves what has a zero, and leaves alone what has none.
+    For the same reason `Precision.step` does not see, with zeros, that a loss leads to no parameter.
 
     The gradients are those of one process on all the ranks' micro-batches: each *item* weighs the same, whichever rank
     and micro-batch it is in. They travel once a window, in the last micro-batch's backward. Before each window the
@@ -386,7 +388,8 @@ def begin_with_zeros(parameters: Iterable[torch.Tensor]) -> None:
     """Let DDP, when it makes its buckets next, make gradients of zeros that are views of them.
 
     It copies the gradients that it finds into new buckets and puts the views in their place; these here are a single zero,
-    seen as many. Only for parameters that all get a gradient in each window: an optimizer leaves alone what has none,
+    seen as many, into which nothing can be added. Only for parameters that have such a view, which those with sparse gradients and
+    those that DDP is told to ignore have not, and that get a gradient in each window: an optimizer leaves alone what has none,
     and moves what has a zero.
 
     Reference: ``torch/csrc/distributed/c10d/reducer.cpp``: ``initialize_bucket_views``.
@@ -400,44 +403,87 @@ class DataParallel(Way):
     """The whole model in every rank, each with its own micro-batches.
 
     Several micro-batches add up their gradients in DDP's buckets. Without that, those under ``no_sync`` would make gradients beside
-    the buckets, 4 bytes a parameter more.
+    the buckets, 4 bytes a parameter more. What has a zero looks as if it had a gradient, to optimizers and to `Precision.step`, so each
+    window finds out which parameters its last backward reached.
     """
 
-    _buckets_are_final = False
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        super().__init__(recipe, device)
+        self._in_buckets: dict[torch.Tensor, str] = {}  # whose gradients are views of the buckets between windows too, and their names
+        self._reached: set[int] = set()  # of these, by id: a parameter that held itself would outlive its training
+        self._buckets_are_final = False
 
     def place(self, model: nn.Module) -> nn.Module:
         """The model in DDP's wrapper; its weights are those of rank 0."""
         model = super().place(model)
-        if self._adds_up_in_buckets(model):
-            begin_with_zeros(model.parameters())
-        return ddp(model if self.recipe.loss_chunks == 1 else _WithLoss(model))
+        _check_model(model)  # lazy parameters have no zeros
+        trained = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        names = trained if self._adds_up_in_buckets(model) else {}
+        begin_with_zeros(names)
+        zeros = [p.grad for p in names]
+        wrapped = ddp(model if self.recipe.loss_chunks == 1 else _WithLoss(model))
+        self._in_buckets = {p: name for (p, name), zero in zip(names.items(), zeros, strict=True) if p.grad is not zero}
+        self._forget_others(names)
+        for parameter in self._in_buckets:
+            parameter.register_post_accumulate_grad_hook(_noting(self._reached))
+        return wrapped
 
     def window(self, model: nn.Module, batches: Iterator[Any], loss: Loss, precision: Precision) -> Window[Any]:
-        """See `Way.window`."""
+        """See `Way.window`.
+
+        Raises:
+            RuntimeError: the last backward reached some parameters and not all.
+        """
 
         def inside(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
-            result: tuple[torch.Tensor, int] = model(loss, batch)
+            self._reached.clear()
+            result: tuple[torch.Tensor, int] = loss(model, batch) if self.recipe.loss_chunks == 1 else model(loss, batch)
             return result
 
-        return super().window(model, batches, loss if self.recipe.loss_chunks == 1 else inside, precision)
+        window = super().window(model, batches, inside, precision)
+        self._check_reached()
+        return window
+
+    def _check_reached(self) -> None:
+        """DDP notices only in the next forward, when the optimizer has moved the parameters with gradients of this rank alone."""
+        missing = [name for parameter, name in self._in_buckets.items() if id(parameter) not in self._reached]
+        if missing and self._reached:
+            raise RuntimeError(
+                f"DDP sends gradients when backward has reached every parameter, and the last of this window did not reach {len(missing)} "
+                f"of {len(self._in_buckets)}: {listed(missing)}. Freeze them with requires_grad_(False), or let the loss depend on them."
+            )
+        if missing:  # the loss leads to none of them; the step says so where there is no gradient
+            for parameter in self._in_buckets:
+                parameter.grad = None
 
     def new_window(self, model: nn.Module) -> Window[Any]:
         """This rank's part of the window."""
         return RankWindow(self.recipe.accumulation, batches=range(self.recipe.accumulation), model=model)
 
     def clear(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """See `Way.clear`. DDP refuses a parameter without a gradient, so none gets a zero that should have none."""
-        if not self._adds_up_in_buckets(model):
+        """See `Way.clear`. Zeros for those whose gradients lie in the buckets; `window` has refused those that should have none."""
+        if not self._in_buckets:
             super().clear(model, optimizer)
-        elif self._buckets_are_final:
+            return
+        self._forget_others(model.parameters())
+        if self._buckets_are_final:
             optimizer.zero_grad(set_to_none=False)
         else:  # the next forward makes them anew, in the order in which gradients came; real ones would hold the old ones until then
-            begin_with_zeros(model.parameters())
+            begin_with_zeros(self._in_buckets)
             self._buckets_are_final = True
+
+    def _forget_others(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            if parameter not in self._in_buckets:
+                parameter.grad = None
 
     def _adds_up_in_buckets(self, model: nn.Module) -> bool:
         """Not one micro-batch alone, whose gradients go there one by one; nor 16-bit parameters, which add up in fp32."""
         return self.recipe.accumulation > 1 and all(p.dtype.itemsize > 2 for p in model.parameters() if p.requires_grad)
+
+
+def _noting(reached: set[int]) -> Callable[[torch.Tensor], None]:
+    return lambda parameter: reached.add(id(parameter))
 
 
 class _WithLoss(nn.Module):
@@ -446,6 +492,8 @@ class _WithLoss(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        ignored = [f"model.{name}" for name in getattr(model, "_ddp_params_and_buffers_to_ignore", ())]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ignored)
 
     def forward(self, loss: Loss, batch: Any) -> tuple[torch.Tensor, int]:
         return loss(self.model, batch)

@@ -137,14 +137,22 @@ def _launch(
             "Make what cannot travel (an open file, a lock, a generator, a process group) inside the function."
         ) from error
     settings = {"device": kind, "seed": seed, "timeout": timeout, "followed": heard is not None}
-    deferring: contextlib.AbstractContextManager[list[int]] = contextlib.nullcontext([]) if heard is None else deferred_interrupt()
-    with (
-        deferring as interrupted,
-        tempfile.TemporaryDirectory(prefix="vramlab-", ignore_cleanup_errors=True) as folder,
-    ):
-        write(Path(folder, "call"), pickle.dumps((settings, call)))
-        with _Job(Path(folder), ranks, kind, name_of(function), heard, interrupted) as job:
-            return job.results(timeout), bool(interrupted)
+    with deferred_interrupt(first_waits=heard is not None) as interrupted:
+        # A key held down sends Ctrl-C 30 times a second: none may fall between a start and the promise of an end, nor into the end.
+        interrupted.held = True
+        with tempfile.TemporaryDirectory(prefix="vramlab-", ignore_cleanup_errors=True) as folder:
+            write(Path(folder, "call"), pickle.dumps((settings, call)))
+            with _Job(Path(folder), ranks, kind, name_of(function), heard, interrupted) as job:
+                try:
+                    interrupted.held = False
+                    if heard is None:
+                        interrupted.pass_on()
+                    results = job.results(timeout)
+                finally:
+                    interrupted.held = True
+    if heard is None:
+        interrupted.pass_on()
+    return results, bool(interrupted)
 
 
 def _check(function: Any, ranks: Any, timeout: Any) -> None:
@@ -177,8 +185,16 @@ def _under_torchrun(ranks: int) -> bool:
     )
 
 
-def _device_type(device: str, ranks: int) -> str:
-    """ "cpu" or "cuda" for this many ranks."""
+def settled(device: str, ranks: int) -> str:
+    """The device of so many ranks: of "auto" the one that they get, with a warning if that is for want of cards.
+
+    Under torchrun "auto" stays, as each machine has some of the ranks.
+    """
+    return device if device != "auto" or "RANK" in os.environ else _device_type(device, ranks, depth=5)
+
+
+def _device_type(device: str, ranks: int, depth: int = 4) -> str:
+    """ "cpu" or "cuda" for this many ranks. ``depth``: how many calls further out a warning belongs."""
     chosen = choose_device(device)
     if chosen.type not in ("cpu", "cuda"):
         raise ValueError(f"Ranks run on 'cpu' and 'cuda', got {device!r}; plan() is for virtual cards.")
@@ -188,7 +204,7 @@ def _device_type(device: str, ranks: int) -> str:
         shortage = f"{ranks} ranks need {ranks} CUDA devices, one each, and there are {torch.cuda.device_count()}"
         if str(device) != "auto":
             raise ValueError(f"{shortage}. Set ranks={torch.cuda.device_count()}, or device='cpu' to try it out.")
-        warnings.warn(f"{shortage}: they run on the CPU. Give device='cpu' to say that this is meant.", stacklevel=4)
+        warnings.warn(f"{shortage}: they run on the CPU. Give device='cpu' to say that this is meant.", stacklevel=depth)
         return "cpu"
     return chosen.type
 
@@ -246,9 +262,6 @@ class _Job:
     def __exit__(self, *error: Any) -> None:
         try:
             self._stop()
-        except KeyboardInterrupt:  # a second Ctrl-C does not leave processes behind
-            self._stop()
-            raise
         finally:
             self._forward(last=True)
 
@@ -456,14 +469,16 @@ class _Told:
         """Those that are new."""
         if not self._path.exists():
             return
-        with open(self._path, "rb") as file:
+        with open(self._path, "rb") as file:  # closed before anybody listens: on Windows an open file stays in its folder
             file.seek(self._position)
-            while len(size := file.read(TOLD_SIZE)) == TOLD_SIZE:
-                data = file.read(int.from_bytes(size, "big"))
-                if len(data) < int.from_bytes(size, "big"):
-                    return
-                yield pickle.loads(data)
-                self._position = file.tell()  # after it: better heard twice than never, if Ctrl-C comes here
+            data = memoryview(file.read())
+        while len(data) >= TOLD_SIZE:
+            end = TOLD_SIZE + int.from_bytes(data[:TOLD_SIZE], "big")
+            if len(data) < end:
+                return
+            yield pickle.loads(data[TOLD_SIZE:end])
+            self._position += end  # after it: better heard twice than never, if Ctrl-C comes here
+            data = data[end:]
 
 
 def _environment() -> dict[str, str]:

@@ -137,8 +137,7 @@ def tell(value: Any) -> bool:
     """Hand a value to the process that called `follow`, at once; False in a process that it did not start."""
     for folder, rank in _followed:
         data = pickled(value)
-        with open(folder / f"told-{rank}", "ab") as file:
-            file.write(len(data).to_bytes(TOLD_SIZE, "big") + data)
+        append(folder / f"told-{rank}", len(data).to_bytes(TOLD_SIZE, "big") + data)
     return bool(_followed)
 
 
@@ -213,6 +212,18 @@ def write(path: Path, data: bytes) -> None:
     half = path.with_name(f"{path.name}.half")
     half.write_bytes(data)
     half.replace(path)
+
+
+def append(path: Path, data: bytes) -> None:
+    """Add to a file all of this or, if the disk is full, say, nothing: the next would follow on half of it."""
+    file = open(path, "ab")  # noqa: SIM115  # closing it writes too, and may fail
+    length = file.tell()
+    try:
+        with file:
+            file.write(data)
+    except BaseException:
+        os.truncate(path, length)
+        raise
 
 
 def load(call: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -57,5 +57,14 @@ def _compiled_out_of_sight(kind: Any) -> Any:
                     inner(self)
             return loss
 
+        def __reduce__(self) -> Any:  # by the name of its class, pickle would find the one that this is made from
+            return _unfilled, (kind,), self.__getstate__()
+
     Unwatched.__name__, Unwatched.__qualname__ = kind.__name__, kind.__qualname__
     return Unwatched
+
+
+def _unfilled(kind: Any) -> Any:
+    """An optimizer for pickle and copy to fill."""
+    made = _compiled_out_of_sight(kind)
+    return made.__new__(made)

@@ -157,7 +157,8 @@ class Precision:
             if any(map(_has_gradients, optimizers)):
                 raise RuntimeError(
                     "The optimizer has gradients, and nothing went backward here since the last step: call precision.backward(loss) "
-                    "instead of loss.backward(), zero_grad() after each step, and step() once a window with a list of all optimizers."
+                    "instead of loss.backward(), zero_grad() after each step, and step() once a window with a list of all optimizers. "
+                    "The zeros of zero_grad(set_to_none=False) are gradients too: with them, call step() only after a backward."
                 )
             return False
         loss, self._loss = self._loss, None

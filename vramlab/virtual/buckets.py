@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from vramlab.tensors import is_virtual
 
+SHOWN_NAMES = 8
 IN_FLIGHT = 2  # broadcasts that wait at the same time, as in c10d's comm.cpp
 
 
@@ -48,9 +49,11 @@ class BucketReducer:
 
     Raises:
         NotImplementedError: options with which other things happen.
+        RuntimeError: in the forward after a synchronised backward that reached some parameters and not all.
 
     Reference: ``torch/csrc/distributed/c10d/reducer.cpp``: ``initialize_buckets``, ``mark_variable_ready_dense``,
-    ``finalize_backward``, ``rebuild_buckets``. Checked against recorded ranks in ``tests/virtual/test_ranks.py``.
+    ``finalize_backward``, ``rebuild_buckets``, ``ensure_prior_reduction_finished``. Checked against recorded ranks in
+    ``tests/virtual/test_ranks.py``.
     """
 
     def __init__(
@@ -75,7 +78,9 @@ class BucketReducer:
                 raise _not_planned(f"{name}=True")
         self._parameters, self._group, self._as_view = list(params), process_group, gradient_as_bucket_view
         self._limits = list(bucket_bytes_cap_list) or [first_bucket_bytes_cap, bucket_bytes_cap]
+        self._names: dict[int, str] = dict(param_to_name_mapping or {})
         self._arrived: list[int] = []
+        self._awaited: set[int] = set()  # in the synchronised backward that runs
         self._rebuilt = self._expected = False
         self._buckets: list[Bucket] = []
         self._make([[self._parameters[i] for i in indices] for indices in bucket_indices])
@@ -90,11 +95,24 @@ class BucketReducer:
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         """The next backward is a synchronised one."""
+        self._refuse_unfinished()
         self._expected, self._next = True, 0
+        self._awaited = set(range(len(self._parameters)))
         for bucket in self._buckets:
             bucket.pending = len(bucket.parameters)
 
+    def _refuse_unfinished(self) -> None:
+        """As ``ensure_prior_reduction_finished``: a backward that reached no parameter at all is nothing that has begun."""
+        if self._expected and 0 < len(self._awaited) < len(self._parameters):
+            names = [self._names.get(i, f"parameter {i}") for i in sorted(self._awaited)]
+            raise RuntimeError(
+                f"DDP sends gradients when backward has reached every parameter, and the last synchronised one did not reach {len(names)} "
+                f"of {len(self._parameters)}: {', '.join(names[:SHOWN_NAMES])}{', ...' if len(names) > SHOWN_NAMES else ''}. "
+                "Freeze them with requires_grad_(False), or let the loss depend on them; real ranks refuse this forward too."
+            )
+
     def _rebuild_buckets(self) -> bool:
+        self._refuse_unfinished()
         if self._rebuilt or len(self._arrived) < len(self._parameters):
             return False
         self._rebuilt = True
@@ -124,6 +142,7 @@ class BucketReducer:
             return
         if not self._rebuilt:
             self._arrived.append(index)
+        self._awaited.discard(index)
         parameter = self._parameters[index]
         bucket, place = self._where[id(parameter)]
         with torch.no_grad():
