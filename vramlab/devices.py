@@ -140,9 +140,17 @@ class PeakCounters:
     @staticmethod
     def _save_all() -> None:
         for counters in PeakCounters._active:
-            card = torch.get_device_module(counters._device)
-            counters._allocated = max(counters._allocated, card.max_memory_allocated(counters._device))
-            counters._reserved = max(counters._reserved, card.max_memory_reserved(counters._device))
+            allocated, reserved = _peaks(counters._device)
+            counters._allocated, counters._reserved = max(counters._allocated, allocated), max(counters._reserved, reserved)
+
+
+def _peaks(device: torch.device | None) -> tuple[int, int]:
+    """The most bytes allocated and reserved since the counters were reset."""
+    card = torch.get_device_module(device)
+    if device is not None and is_virtual_device(device):
+        allocated, reserved = card.peaks(device)
+        return allocated, reserved
+    return card.max_memory_allocated(device), card.max_memory_reserved(device)
 
 
 def memory_in_use(device: torch.device) -> int | None:

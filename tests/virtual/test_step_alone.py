@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
+import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +20,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from vramlab import gpus, planning, tasks
 from vramlab.memory.trace import Events, MemoryTrace
+from vramlab.parallel.way import Way
 from vramlab.planning import Plan
 from vramlab.recipe import Recipe
 from vramlab.tasks import Task
 from vramlab.virtual import step_alone
+from vramlab.virtual.device import virtual_gpu
 from vramlab.virtual.memo import Memo
+from vramlab.virtual.travel import pickled
 
 CARD = gpus.gpu("RTX 4090")
 Fields = dict[str, Any]
@@ -222,7 +228,7 @@ OUTSIDE: dict[str, dict[str, Any]] = {
 def test_recipes_whose_step_does_not_stand_alone_are_traced_in_full(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     traced = counted(monkeypatch)
     for change in ({}, {"optimizer": "sgd"}):
-        assert_same(known_steps(TASKS["tied"], **OUTSIDE[why] | change), full(TASKS["tied"], **OUTSIDE[why] | change))
+        assert_same(known_steps(TASKS["adapted"], **OUTSIDE[why] | change), full(TASKS["adapted"], **OUTSIDE[why] | change))
     assert len(traced) == 4
 
 
@@ -403,6 +409,196 @@ def test_what_a_failed_step_says_is_said_by_the_full_trace(monkeypatch: pytest.M
         planning._trace_other(known, task, known.recipe.with_(optimizer="sgd"), CARD, {})
 
 
+# What the optimizer did, seen in forward
+
+
+class Looking(nn.Linear):
+    """Allocates as many bytes as a function of it and the micro-batch says, from a certain call of forward on."""
+
+    def __init__(self, look: Callable[[nn.Linear, torch.Tensor], int], first: int = 1) -> None:
+        super().__init__(16, 512)
+        self.look, self.first, self.calls = look, first, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        nbytes = self.look(self, x) if self.calls >= self.first else 1
+        return super().forward(x) + torch.empty(nbytes, dtype=torch.uint8, device=x.device)[0]
+
+
+def of_card(name: str) -> Callable[[nn.Linear, torch.Tensor], int]:
+    def look(model: nn.Linear, x: torch.Tensor) -> int:
+        found = getattr(torch.get_device_module(x.device), name)(x.device)
+        return (found[1] - found[0] if isinstance(found, tuple) else found) // 2
+
+    return look
+
+
+def of_cache(tensor_of: Callable[[nn.Linear], torch.Tensor]) -> Callable[[nn.Linear, torch.Tensor], int]:
+    """Makes something anew when a version has changed."""
+
+    def look(model: Any, x: torch.Tensor) -> int:
+        before, model.version = getattr(model, "version", None), tensor_of(model)._version
+        return 100_000 * (1 + (before != model.version))
+
+    return look
+
+
+def of_value(model: Any, x: torch.Tensor) -> int:
+    """A parameter's value, which is known once it is filled; its gradient is known too where a number follows from it alone."""
+    if not hasattr(model, "filled"):
+        model.filled = True
+        model.bias.detach().fill_(2.0)
+    return 1 + int(float(model.bias.detach()[0]) * 100_000)
+
+
+SEEN: dict[str, Callable[[nn.Linear, torch.Tensor], int]] = {
+    **{
+        name: of_card(name)
+        for name in (
+            "mem_get_info",
+            "memory_allocated",
+            "memory_reserved",
+            "max_memory_allocated",
+            "max_memory_reserved",
+            "device_memory_used",
+        )
+    },
+    "version": of_cache(lambda model: model.weight),
+    "version of what shares it": of_cache(lambda model: model.weight.detach()),
+    "value": of_value,
+}
+
+
+@pytest.mark.parametrize("to", [{"optimizer_impl": "fused"}, {"optimizer": "sgd", "optimizer_impl": "loop"}], ids=str)
+@pytest.mark.parametrize("what", SEEN)
+def test_what_forward_sees_of_the_optimizer_makes_a_full_trace(what: str, to: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    task = task_of(lambda: Looking(SEEN[what]), lambda model, x: (model(x).sum(), len(x)))
+    traced = counted(monkeypatch)
+    known_steps(task, optimizer_impl="loop")
+    assert_same(known_steps(task, **to), full(task, **to))
+    assert len(traced) == 3
+
+
+@pytest.mark.parametrize("what", ["mem_get_info", "max_memory_allocated", "version"])
+def test_what_is_asked_before_there_is_a_state_is_the_same_for_all(what: str) -> None:
+    def loss(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        model.look = model.look if model.calls == 0 else lambda model, x: 512
+        return model(x).sum(), len(x)
+
+    task = task_of(lambda: Looking(SEEN[what]), loss)
+    known = known_of(task)
+    assert_same(other(known, task, optimizer="sgd"), full(task, optimizer="sgd"))
+
+
+@pytest.mark.parametrize("options", [{"precision": "bf16", "offload": "activations"}, {"checkpointing": "selective"}], ids=str)
+def test_versions_that_are_read_as_a_guard_alone_do_not_matter(options: dict[str, Any]) -> None:
+    known = known_of(TASKS["gpt"], **options)
+    assert_same(other(known, TASKS["gpt"], optimizer="sgd"), full(TASKS["gpt"], **options, optimizer="sgd"))
+
+
+@pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
+def test_a_hook_that_the_model_brings_makes_a_full_trace(register: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hooked(Looking):
+        def __init__(self) -> None:
+            super().__init__(lambda model, x: 100_000 * (1 + vars(model)["states"]))
+            self.states, me = 0, weakref.proxy(self)
+            self.handle = register(lambda optimizer, args, kwargs: setattr(me, "states", sum(map(len, optimizer.state.values()))))
+
+        def __del__(self) -> None:
+            self.handle.remove()
+
+    task = task_of(Hooked)
+    traced = counted(monkeypatch)
+    known_steps(task, optimizer="sgd")
+    gc.collect()
+    assert_same(known_steps(task), full(task))
+    assert len(traced) == 3
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_a_hook_on_the_optimizer_makes_a_full_trace(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Way.optimizer
+
+    def optimizer(self: Way, *args: Any) -> torch.optim.Optimizer:
+        made = original(self, *args)
+        getattr(made, f"register_step_{when}_hook")(lambda *args: None)
+        return made
+
+    known = known_of(TASKS["tied"])
+    assert other(known, TASKS["tied"], optimizer="sgd") is not None
+    monkeypatch.setattr(Way, "optimizer", optimizer)
+    assert other(known, TASKS["tied"], optimizer="sgd") is None
+    assert other(known_of(TASKS["tied"]), TASKS["tied"], optimizer="sgd") is None
+
+
+def sgd(parameters: list[torch.Tensor], impl: str) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, foreach=impl == "foreach", fused=impl == "fused")
+
+
+def adamw(parameters: list[torch.Tensor], impl: str) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 0.1, foreach=impl == "foreach", fused=impl == "fused")
+
+
+def versions(device: torch.device | str, optimizer: Callable[..., torch.optim.Optimizer], impl: str) -> list[list[int]]:
+    """Of two parameters and their gradients after clipping, and after each of two steps."""
+    parameters = [nn.Parameter(torch.zeros(4, device=device)) for _ in range(2)]
+    optimizing, seen = optimizer(parameters, impl), []
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones(4, device=device)
+        nn.utils.clip_grad_norm_(parameters, 1.0, foreach=impl != "loop")
+        seen.append([t._version for p in parameters for t in (p, p.grad) if t is not None])
+        optimizing.step()
+        seen.append([t._version for p in parameters for t in (p, p.grad) if t is not None])
+    return seen
+
+
+@pytest.mark.parametrize("impl", ["loop", "foreach", "fused"])
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+def test_steps_raise_the_versions_of_virtual_tensors_as_of_real_ones(optimizer: Callable[..., Any], impl: str) -> None:
+    real = versions("cpu", optimizer, impl)
+    with virtual_gpu(CARD) as gpu:
+        assert versions(gpu.device, optimizer, impl) == real
+
+
+def test_list_operators_raise_versions_in_inference_mode_of_tensors_that_have_some() -> None:
+    with virtual_gpu(CARD) as gpu:
+        plain = torch.zeros(4, device=gpu.device)
+        with torch.inference_mode():
+            torch._foreach_add_([plain, torch.zeros(4, device=gpu.device)], 1.0)
+        assert plain._version == 1
+
+
+# A task is used up by one run
+
+
+@pytest.mark.parametrize("model", [Moody, Growing, Pair])
+def test_a_model_that_the_task_carries_is_left_for_a_full_trace(model: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    built = model()
+    loss = (lambda model, x: (model(x), len(x))) if model is Pair else None
+    sent = pickled(task_of(lambda: built, loss))  # as plan() sends it
+    traced = counted(monkeypatch)
+    for optimizer in ("sgd", "adamw"):
+        known_steps(pickle.loads(sent), optimizer=optimizer)
+    assert_same(known_steps(pickle.loads(sent)), full(pickle.loads(sent)))
+    assert len(traced) == 3
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_model_that_is_another_each_time_begins_anew(refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = iter([16, 32, 64])
+
+    def loss(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        again, model.again = getattr(model, "again", False), refused
+        return model(x).sum() if not again else (x @ model.weight.T).sum(), len(x)  # without the bias, so with other gradients
+
+    sent = pickled(task_of(lambda: nn.Linear(16, next(widths)), loss))
+    traced = counted(monkeypatch)
+    known_steps(pickle.loads(sent), optimizer="sgd")
+    assert_same(known_steps(pickle.loads(sent)), full(pickle.loads(sent)))
+    assert len(traced) == 2 + refused
+
+
 # The known optimizer is tried first
 
 
@@ -416,7 +612,7 @@ def shifted(events: Events) -> Events:
 def test_a_known_trace_that_its_own_step_does_not_give_is_not_used(what: str) -> None:
     known = known_of(TASKS["tied"])
     if what == "reads":
-        known.noted[1] = replace(known.noted[1], said=(3, 0))
+        known.noted[1] = replace(known.noted[1], said=(3, 0, 0))
     else:
         wrong = {
             "peak": {"allocated": known.fields["allocated"] + 512},

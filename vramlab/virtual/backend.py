@@ -27,6 +27,8 @@ class Context(Protocol):
     devices: list[torch.device]
     streams: Iterator[int]
     """The numbers of streams that are made."""
+    memory_asked: int
+    """How often the code has asked how much memory is allocated, reserved or free."""
 
     @property
     def allocators(self) -> list[CachingAllocator]: ...
@@ -272,8 +274,15 @@ class Module:
         total = innermost().card.memory
         return max(0, total - self.device_memory_used(device)), total
 
+    def peaks(self, device: Any) -> tuple[int, int]:
+        """The most bytes allocated and reserved, for our own counters: the code has not asked."""
+        allocator = innermost().allocators[self._index(device)]
+        return allocator.peak_allocated, allocator.peak_reserved
+
     def _allocator(self, device: Any) -> Any:
-        return innermost().allocators[self._index(device)]
+        gpu = innermost()
+        gpu.memory_asked += 1
+        return gpu.allocators[self._index(device)]
 
     def _index(self, device: Any) -> int:
         if isinstance(device, int):

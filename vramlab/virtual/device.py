@@ -89,6 +89,7 @@ class VirtualGPU:
         self.devices = [torch.device(backend.NAME, i) for i in range(count)]
         self.streams: Iterator[int] = itertools.count(1)
         self.begins: list[int] = []
+        self.memory_asked = 0
         self.trace, *others = (MemoryTrace(_events(self._mode, d), str(d)) for d in self.devices)
         self.traces: list[MemoryTrace] = [self.trace, *others]
         """One a card; ``trace`` is the first."""
@@ -220,6 +221,19 @@ class VirtualGPU:
     def communication(self, step: int | None = None) -> Communication:
         """The collectives called on virtual tensors; ``step``: those of the n-th optimizer step alone, counted from 1."""
         return Communication(tuple(call for ended, call in self._mode.calls if step is None or ended == step - 1))
+
+    @property
+    def known_reads(self) -> int:
+        """How often Python, or the shape of a result, asked for values that are known."""
+        return self._values.known_reads
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's values are known: they came from the CPU, and were followed since."""
+        return self._values.known(tensor)
+
+    def is_its_hook(self, hook: Any) -> bool:
+        """Whether a hook is there because this card is open."""
+        return getattr(hook, "__self__", None) is self._mode
 
     @property
     def reads(self) -> dict[str, int]:
@@ -373,6 +387,8 @@ class _Mode(Recorder):
                 f"{func} makes a sparse tensor, whose bytes depend on values, so it cannot run on a virtual GPU. Plan a dense version: "
                 "sparse=False for an embedding, which needs at least as much."
             )
+        if _is_list_in_place(func):  # CUDA's kernels do it themselves: increment_version in ATen's ForeachFunctors.cuh
+            torch.autograd.graph.increment_version([t for t in args[0] if is_virtual(t) and not t.is_inference()])
         out = kernels.kernel_outputs(func, args, kwargs, out)
         if (note := kernels.UNPUBLISHED.get(func)) is not None:
             self.notes[note] = None
@@ -407,6 +423,7 @@ class _Mode(Recorder):
         """An operator whose result, or the shape of it, depends on values: if they are known, the CPU says."""
         if not all(map(self._values.known, tensors)):
             raise self._values.unknown(func) from None
+        self._values.known_reads += 1
         real = self._values.on_twins(func, args, kwargs)
         device = next(t.device for t in tensors if is_virtual(t))
 
@@ -518,6 +535,13 @@ def _is_composite(func: Any) -> bool:
         return False
     has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     return has("CompositeImplicitAutograd") and not has("PrivateUse1")
+
+
+@functools.cache
+def _is_list_in_place(func: Any) -> bool:
+    """Whether an operator writes into a list of tensors, whose versions nothing raises on the way here."""
+    name = func._schema.name if isinstance(func, torch._ops.OpOverload) else ""
+    return name.startswith("aten::_foreach_") and name.endswith("_")
 
 
 def _cut(sizes: list[int]) -> list[list[int]]:

@@ -1,18 +1,22 @@
 """A recipe that differs from a traced one in its optimizer needs its step alone: that is traced, and put into the known trace.
 
-Forward and backward do not depend on the optimizer. The step depends on them by its gradients, so the model is built, its parameters get
-gradients like those that the known step found, and the optimizer steps. Where that is all, the result is the full trace, event by event.
-Each condition is checked, and what does not meet them is traced in full:
+The step depends on forward and backward by its gradients, so the model is built, its parameters get gradients like those that the known
+step found, and the optimizer steps. Where that is all, and forward and backward do not look at what the optimizer did, the result is the
+full trace, event by event. Each condition is checked, and what does not meet them is traced in full:
 
 - `separable`: what the recipe says;
 - `Noted.conditions`: both optimizers found the same: parameters and gradients of one layout, each gradient in memory of its own,
-  the same modules, hooks, default type and stream; and neither read a value nor used the host's memory;
+  the same modules, default type and stream; and neither read a value nor used the host's memory;
+- `Noted.alone` and `_separate`: the optimizer did not reach forward by a hook, by a parameter whose value is known and read, by how much
+  memory is free or allocated, or by a parameter's version;
 - `vramlab.memory.splice.stands_alone`: the steps share no memory with the rest;
 - the known optimizer's own step, traced alone and put in its own place, gives the known trace and its peak. Tried once.
 """
 
 from __future__ import annotations
 
+import pickle
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as optimizers
 
 from vramlab.gpus import GPU
@@ -39,6 +44,7 @@ from vramlab.training import checked_model, train_window
 from vramlab.virtual import backend
 from vramlab.virtual.device import VirtualGPU, virtual_gpu
 from vramlab.virtual.memo import watching
+from vramlab.virtual.travel import pickled
 
 LEARNING_RATE = 1e-3  # any: it is a number, and takes no memory
 
@@ -68,10 +74,14 @@ class Noted:
     module: str
     """The one that ran last: the trace counts to it what the step allocates."""
     around: tuple[Any, ...]
-    """How many hooks all optimizers have, the default type, the stream."""
-    said: tuple[int, int]
-    """How many values were read before, and how many notes were made."""
-    said_after: tuple[int, int] = (-1, -1)
+    """The default type, the stream."""
+    alone: bool
+    """Whether no hook of the code runs with the step."""
+    followed: bool
+    """Whether there is a parameter of which values and gradient are known: the optimizer computes with them."""
+    said: tuple[int, int, int]
+    """How often a value was read before, how many notes there were, and how often the card's memory or a version was asked for."""
+    said_after: tuple[int, int, int] = (-1, -1, -1)
     last: Last = ("", "")
 
     @property
@@ -85,10 +95,49 @@ class Noted:
         return self.said == self.said_after
 
 
+def _separate(noted: list[Noted], events: Events) -> bool:
+    """Whether a run's steps can be taken out of its events; and once an optimizer has stepped, nobody asks for what depends on it."""
+    before, after = noted[0].said, noted[-1].said_after
+    unread = before[0] == after[0] or not any(step.followed for step in noted)
+    return unread and before[2] == after[2] and all(step.alone and step.silent for step in noted) and stands_alone(events)
+
+
+class _Versions:
+    """Counts how often the code reads the version of a tensor in certain storages: optimizers raise it by different numbers."""
+
+    guards = ("vramlab.techniques.offload", "torch.utils.checkpoint")
+    """Modules that read it to raise an error, and for nothing else."""
+
+    def __init__(self) -> None:
+        self.storages: set[int] = set()
+        self.asked = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        original: Any = torch.Tensor._version
+
+        def version(tensor: torch.Tensor) -> Any:
+            if sys._getframe(1).f_globals.get("__name__") not in self.guards:
+                self.asked += any(storage._cdata in self.storages for storage in storages_of(tensor))
+            return original.__get__(tensor)
+
+        FakeTensor._version = property(version)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            del FakeTensor._version
+
+
 @contextmanager
 def noting_steps(virtual: VirtualGPU, noted: list[Noted]) -> Iterator[None]:
     """Note each optimizer step inside."""
-    now = virtual.now
+    now, versions = virtual.now, _Versions()
+
+    def said() -> tuple[int, int, int]:
+        return sum(virtual.reads.values()) + virtual.known_reads, len(virtual.notes), virtual.memory_asked + versions.asked
+
+    def is_ours(hook: Any) -> bool:
+        return hook in (begins, ends) or virtual.is_its_hook(hook)
 
     def begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         modules, storages = tuple(now.modules), dict[int, int]()
@@ -97,17 +146,23 @@ def noting_steps(virtual: VirtualGPU, noted: list[Noted]) -> Iterator[None]:
             for group in optimizer.param_groups
             for p in group["params"]
         ]
-        hooks = len(optimizers._global_optimizer_pre_hooks), len(optimizers._global_optimizer_post_hooks)
-        around = (*hooks, torch.get_default_dtype(), backend.current.number)
-        noted.append(Noted(tuple(found), modules[now.module], around, _said(virtual)))
+        versions.storages.update(storages)
+        hooks = (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks)
+        others = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        alone = not any(others) and all(is_ours(hook) for some in hooks for hook in some.values())
+        pairs = ((p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        followed = any(virtual.knows(p) and virtual.knows(gradient) for p, gradient in pairs)
+        around = torch.get_default_dtype(), backend.current.number
+        noted.append(Noted(tuple(found), modules[now.module], around, alone, followed, said()))
 
     def ends(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         last = shown_operator(list(now.operators)[now.operator]), list(now.lines)[now.line]
-        noted[-1] = replace(noted[-1], said_after=_said(virtual), last=last)
+        noted[-1] = replace(noted[-1], said_after=said(), last=last)
 
     handles = optimizers.register_optimizer_step_pre_hook(begins), optimizers.register_optimizer_step_post_hook(ends)
     try:
-        yield
+        with versions.counted():
+            yield
     finally:
         for handle in handles:
             handle.remove()
@@ -116,10 +171,6 @@ def noting_steps(virtual: VirtualGPU, noted: list[Noted]) -> Iterator[None]:
 def _layout(tensor: torch.Tensor, storages: dict[int, int]) -> Layout:
     held = tuple((storages.setdefault(storage._cdata, len(storages)), storage.nbytes()) for storage in storages_of(tensor))
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.storage_offset(), type(tensor), held
-
-
-def _said(virtual: VirtualGPU) -> tuple[int, int]:
-    return sum(virtual.reads.values()), len(virtual.notes)
 
 
 # The step alone
@@ -144,10 +195,13 @@ def with_other_optimizer(known: Known, task: Task, recipe: Recipe, card: GPU, as
         asked: gets what the code asked the card for, see `vramlab.virtual.memo.Memo`.
     """
     began = time.perf_counter()
+    if known.certain is None and not _separate(known.noted, known.fields["trace"].events):
+        known.certain = False
     if known.certain is False:
         return None
     try:
-        *own, events = _spliced(known, task, [recipe] if known.certain else [known.recipe, recipe], card, asked)
+        own_task = pickle.loads(pickled(task))  # a model that it carries is used up by a run, and the full trace may need it yet
+        *own, events = _spliced(known, own_task, [recipe] if known.certain else [known.recipe, recipe], card, asked)
     except Exception:  # the full trace says what is wrong
         return None
     for tried in own:
@@ -172,8 +226,7 @@ def _spliced(known: Known, task: Task, recipes: list[Recipe], card: GPU, asked: 
     def put(events: Events, i: int) -> Events | None:
         steps, mine = noted[i : i + n], replace(events, steps=events.steps[i : i + n])
         alike = [step.conditions for step in steps] == [step.conditions for step in known.noted]
-        silent = not used_host and all(step.silent for step in (*steps, *known.noted))
-        if not (alike and silent and stands_alone(mine) and stands_alone(before)):
+        if not alike or used_host or not _separate(steps, mine):
             return None
         return put_in(before, mine, [(old.last, new.last) for old, new in zip(known.noted, steps, strict=True)])
 

@@ -36,6 +36,7 @@ class Values:
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._random_state = torch.Generator().get_state()
         self.reads: Counter[str] = Counter()
+        self.known_reads = 0  # how often a known value was read
         self.building = False
         """While a model is built a read decides over its shape, so 0.0 is no answer."""
 
@@ -146,6 +147,7 @@ class Values:
             UnknownValueError: an unknown whole number or flag.
         """
         if self.known(tensor):
+            self.known_reads += 1
             return self.twin(tensor).item()
         if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
             raise self.unknown(func)
@@ -155,6 +157,7 @@ class Values:
     def real(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
         """A real CPU tensor with the values of a virtual one: true if known, zeros for unknown floating-point numbers."""
         if self.known(tensor):
+            self.known_reads += 1
             return self.twin(tensor).clone()
         if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
             raise self.unknown(func)
