@@ -18,7 +18,7 @@ from vramlab.experiments import Run
 from vramlab.gpus import gpu
 from vramlab.notebook.live import Live
 from vramlab.notebook.plan_view import PlanView
-from vramlab.notebook.predictor import Question, estimated, replayed
+from vramlab.notebook.predictor import Question, _alike, estimated, replayed
 
 CARD = "RTX 4090"
 ROOMY = "400 GiB"  # of each card: what fits is not asked
@@ -111,6 +111,8 @@ def estimates() -> dict[str, Any]:
             able = [card for card in map(gpu, CARDS) if card.supports_bf16 or "bf16" not in precision]
             plans = {card: vl.plan(task, recipe, card.with_(memory=ROOMY)) for card in able}
             for (of, one), (card, other) in itertools.permutations(plans.items(), 2):
+                if not _alike(of, card):
+                    continue
                 found = estimated(Question(recipe, card.with_(memory=ROOMY)), one.allocated, one.trace, of, card)
                 reserved = replayed(found).reserved
                 assert reserved is not None

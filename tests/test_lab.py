@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import signal
@@ -28,7 +29,8 @@ from vramlab import experiments
 from vramlab.gpus import GPU, gpu
 from vramlab.memory.trace import MemoryTrace
 from vramlab.notebook import lab as lab_module
-from vramlab.notebook.plan_view import pieces, scale
+from vramlab.notebook.compare_view import COPY
+from vramlab.notebook.plan_view import PlanView, pieces, scale, verdict
 from vramlab.notebook.predictor import Update
 from vramlab.units import format_bytes
 
@@ -298,19 +300,83 @@ def test_what_comes_from_another_card_says_so_in_each_number_and_in_what_is_kept
     assert "about" not in sure
     assert "as on" not in sure
     here = f"about {format_bytes(answer.allocated)} allocated of {format_bytes(SMALL.left_for_pytorch())}"
-    for fits, word in ((True, "should fit"), (False, "should not fit"), (None, "close")):
-        other = MemoryTrace(answer.trace.events, "RTX 4090")
-        planned.plan.update(Update(answer.question, replace(answer, how="RTX 4090", fits=fits, trace=other), busy=True))
-        assert text(planned.plan.verdict) == f"{word} {here} as on RTX 4090, tracing ..."
+    borrowed = replace(answer, how="estimated", of=CARD, trace=MemoryTrace(answer.trace.events, "RTX 4090"))
+    words = {True: "should fit", False: "should not fit", None: "not sure yet"}
+    for (fits, word), waits in itertools.product(words.items(), (False, True)):
+        planned.plan.update(Update(answer.question, replace(borrowed, fits=fits), busy=True, waits=waits))
+        assert text(planned.plan.verdict) == f"{word} {here} as on RTX 4090, {'waits for the run' if waits else 'tracing ...'}"
         assert text(planned.plan.facts).count("about") == 3
         assert "Predicted peak, about:" in planned.plan.bar.value
         assert "one step, as on RTX 4090" in planned.plan.timeline.value
         assert not planned.plan.remedies.children
     fresh = lab_of()
-    fresh.compare.current(replace(answer, how="RTX 4090"))
-    fresh.compare.keep.click()
-    assert fresh.compare.rows[0].state == "fits, as on RTX 4090"
+    for fits, word in {True: "should fit", False: "should not fit", None: "not sure"}.items():
+        fresh.compare.current(replace(borrowed, fits=fits))
+        fresh.compare.keep.click()
+        assert fresh.compare.rows[-1].state == f"{word}, as on RTX 4090"
+    fresh.plan.update(Update(answer.question, borrowed, busy=True))
+    assert f"peak about {format_bytes(answer.allocated)}" in str(fresh._still.picture().summary)
     planned.plan.update(Update(answer.question, answer))
+
+
+@pytest.mark.parametrize("reserved", [None, 2**30])
+@pytest.mark.parametrize("of", [None, CARD], ids=["its own law", "another card"])
+@pytest.mark.parametrize("share", [0.4, 0.9, 1.1, 1.9, 2.1])
+def test_what_is_allocated_alone_says_that_it_does_not_fit_only_beyond_the_margin(
+    planned: vl.Lab, reserved: int | None, of: GPU | None, share: float
+) -> None:
+    planned.set(micro_batch=4, gpu=SMALL, in_use=0)
+    planned.wait()
+    assert planned.answer is not None
+    allocated = int(share * SMALL.left_for_pytorch())
+    answer = replace(planned.answer, allocated=allocated, reserved=reserved, fits=None, how="estimated" if of else "law", of=of)
+    too_much = reserved is None and share > (2 if of else 1)
+    assert answer.will_fit is (False if too_much else None)
+    word = "should not fit" if of else "does not fit"
+    assert re.sub("<[^>]+>", "", verdict(answer, busy=True)).startswith(word) is too_much
+
+
+def test_before_is_no_estimate_from_another_card(planned: vl.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The column has no place for "about"."""
+    monkeypatch.setattr("vramlab.notebook.plan_view.settled", lambda since: True)
+    planned.set(micro_batch=4, gpu=SMALL, in_use=0)
+    planned.wait()
+    own = planned.answer
+    assert own is not None
+    questions = [replace(own.question, recipe=vl.Recipe(micro_batch=n)) for n in (5, 6, 7)]
+    view = PlanView(lambda **_: None)
+    view.update(Update(questions[0], replace(own, question=questions[0], how="estimated", of=CARD), busy=True))
+    view.update(Update(questions[1], replace(own, question=questions[1])))
+    assert "before" not in view.memory.value
+    view.update(Update(questions[2], replace(own, question=questions[2], how="estimated", of=CARD), busy=True))
+    view.update(Update(questions[0], replace(own, question=questions[0])))
+    assert "before" in view.memory.value
+    assert view._before is not None
+    assert view._before.question == questions[1]
+
+
+def test_a_run_that_starts_leaves_the_estimate_of_this_setting_and_says_that_the_rest_waits(
+    planned: vl.Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = lab_of(planned.task, CARD)
+    known(lab)
+    until(lambda: lab._predictor._worker is None)
+    released = threading.Event()
+    monkeypatch.setattr(lab._predictor, "_work", lambda: released.wait(30))
+    lab.set(gpu="RTX 3090")
+    assert text(lab.plan.verdict).endswith("as on RTX 4090, tracing ...")
+    bar, row = lab.plan.bar.value, lab.compare._current
+    lab_module._idle.clear()
+    lab.virtual = True
+    try:
+        lab_module._going.append(lab)
+        lab._predictor.give_way()
+    finally:
+        lab_module._going.remove(lab)
+        lab_module._idle.set()
+        released.set()
+    assert text(lab.plan.verdict).endswith("as on RTX 4090, waits for the run")
+    assert (lab.plan.bar.value, lab.compare._current) == (bar, row)
 
 
 def test_what_does_not_fit_is_hatched_and_said_and_the_largest_that_fits_is_a_button(planned: vl.Lab) -> None:
@@ -777,6 +843,8 @@ def test_copy_recipe_copies_and_shows_the_python_line_that_makes_it(compared: vl
     view.picks[1].value = view.picks[2].value = False
     view.all.click()
     view.all.click()
+    # Where the browser cannot tell of clicks, a page that is loaded again would copy at once.
+    assert "if (!(navigator.userActivation && navigator.userActivation.isActive)) say(false);\nelse" in COPY
     assert view.copied.outputs == ()  # a page that is shown again must not copy again
 
 

@@ -196,6 +196,36 @@ def test_a_slider_and_its_field_are_one_switch_and_the_field_goes_on_where_the_s
     assert (slider.value, field.value, switches.moves) == (2 * MOST, 2 * MOST, 4)
 
 
+@pytest.mark.parametrize("at_first", [4, 100, MOST])
+@pytest.mark.parametrize("large", [100, 1000, MOST // 2 + 1, MOST])
+@pytest.mark.parametrize("name", SLIDERS)
+def test_a_sliders_reach_goes_with_the_value_back_to_the_first_and_never_beyond_the_field(name: str, large: int, at_first: int) -> None:
+    switches = Moved(Recipe().with_(**{name: at_first}))
+    slider, field = switches.sliders[name], switches.widgets[name]
+    first = slider.max
+    for value in (large, 2, large, large // 2, 1):
+        field.value = value
+        assert (slider.value, getattr(switches.recipe, name)) == (value, value)
+        assert slider.max == (first if value <= first else min(2 * value, field.max))
+
+
+@pytest.mark.parametrize("name", SLIDERS)
+def test_a_slider_reaches_as_far_as_before_while_it_is_dragged_but_at_its_left_end(name: str) -> None:
+    switches = Moved()
+    slider, field = switches.sliders[name], switches.widgets[name]
+    first = slider.max
+    field.value = 1000
+    for value in (1500, 900, 2000, 2):
+        slider.value = value
+        assert (field.value, slider.max) == (value, 2000)  # else the handle would leave the pointer
+    slider.value = 1
+    assert (field.value, slider.max) == (1, first)
+    field.value = 1000
+    slider.value = 2
+    switches.widgets["precision"].value = "amp-bf16"  # another switch, so it is not dragged any more
+    assert (slider.value, slider.max) == (2, first)
+
+
 def test_what_can_be_set_has_a_name_that_a_screen_reader_finds() -> None:
     """A description is a label; a slider's handle gets none, so each has a field, and buttons in a row have their own texts."""
     switches = Moved()

@@ -42,7 +42,7 @@ CELL = (
 COPY = """
 const text = %s;
 const say = (ok) => {
-  element.innerHTML = `<span role="status">${ok ? "copied" : "the browser forbids copying: press Ctrl+C"}</span>`;
+  element.innerHTML = `<span role="status">${ok ? "copied" : "not copied: press Ctrl+C"}</span>`;
   if (!ok && document.activeElement.select) document.activeElement.select();
 };
 const withoutClipboard = () => {  // on pages that are not secure: http from another machine
@@ -55,12 +55,13 @@ const withoutClipboard = () => {  // on pages that are not secure: http from ano
   before.focus();
   return ok;
 };
-if (navigator.userActivation && !navigator.userActivation.isActive) say(false);
+if (!(navigator.userActivation && navigator.userActivation.isActive)) say(false);
 else if (navigator.clipboard) navigator.clipboard.writeText(text).then(() => say(true), () => say(withoutClipboard()));
 else say(withoutClipboard());
 """
 """A script for the page, where ``element`` is the place of the output. It copies only
-for some seconds after a click, so that a page that is loaded again leaves the clipboard alone."""
+for some seconds after a click, so that a page that is loaded again leaves the clipboard alone: where the browser cannot tell of
+clicks (``navigator.userActivation``), never."""
 TEXT = "line-height:1.6;color:var(--jp-widgets-color,currentColor);font-size:13px"
 
 
@@ -161,8 +162,9 @@ class CompareView:
         question = answer.question
         place = question.place.name if isinstance(question.place, GPU) else str(question.place)
         capacity = question.capacity
-        state = "measured" if capacity is None else {True: "fits", False: "does not fit", None: "..."}[answer.fits]
-        state += f", as on {answer.how}" if answer.borrowed else ""
+        state = "measured" if capacity is None else {True: "fits", False: "does not fit", None: "..."}[answer.will_fit]
+        if answer.of is not None:
+            state = {True: "should fit", False: "should not fit", None: "not sure"}[answer.will_fit] + f", as on {answer.of.name}"
         trace = answer.trace.last_step()
         self._add(f"plan, {place}", question.recipe, answer.allocated, answer.reserved, None, None, state, answer.breakdown, trace)
 

@@ -367,9 +367,10 @@ class _Still:
         draw_timeline(ax, step)
         draw_legend(picture, [step])
         place = lab.answer.question.place
-        picture.summary = f"{lab.task.name}, {lab.answer.question.recipe}, {place}: peak {format_bytes(lab.answer.allocated)}."
+        peak = f"peak {'about ' if lab.answer.borrowed else ''}{format_bytes(lab.answer.allocated)}"
+        picture.summary = f"{lab.task.name}, {lab.answer.question.recipe}, {place}: {peak}."
         # Without the recipe: in full it is often wider than the picture.
-        ax.set_title(f"{lab.task.name}, {place}: peak {format_bytes(lab.answer.allocated)}", fontsize=9)
+        ax.set_title(f"{lab.task.name}, {place}: {peak}", fontsize=9)
         return picture
 
     def __repr__(self) -> str:

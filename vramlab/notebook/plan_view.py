@@ -63,7 +63,7 @@ class PlanView:
         if update.error is not None:
             self._failed(update)
         elif update.answer is not None:
-            self._answer(update.answer, update.busy)
+            self._answer(update.answer, update.busy, update.waits)
         elif update.busy:
             self._waiting(update.question, update.waits)
         if update.largest is not None:
@@ -73,15 +73,16 @@ class PlanView:
 
     # What is shown
 
-    def _answer(self, answer: Answer, busy: bool) -> None:
+    def _answer(self, answer: Answer, busy: bool, waits: bool) -> None:
         before = self.shown
         if before is None or before.question != answer.question:
-            if before is not None and (settled(self._since) or self._before is None):
+            # The column before says no "about", so it takes no estimate from another card.
+            if before is not None and not before.borrowed and (settled(self._since) or self._before is None):
                 self._before = before
             self._since = time.monotonic()
             self._new_question(before, answer.question)
         self.shown = answer
-        self.verdict.value = verdict(answer, busy)
+        self.verdict.value = verdict(answer, busy, waits)
         self.bar.value = bar(answer)
         self.facts.value = facts(answer)
         self.memory.value = table(answer, self._before)
@@ -177,20 +178,21 @@ def _verdict(color: str, word: str, says: str, rest: str = "") -> str:
     return f"<div role='status' style='{LOOK};min-height:1.6em'>{badge(color, word)} {says}{small}</div>"
 
 
-def verdict(answer: Answer, busy: bool) -> str:
+def verdict(answer: Answer, busy: bool, waits: bool = False) -> str:
     """Whether it fits, in a word, a number, and how that is known. What comes from another card is said to be about so much."""
-    known = {"traced": "traced", "law": "by the law"}.get(answer.how, f"as on {html.escape(answer.how)}")
+    known = f"as on {html.escape(answer.of.name)}" if answer.of is not None else "by the law" if answer.how == "law" else answer.how
     if busy and not answer.exact:
-        known += ", tracing ..." if answer.question.card is not None else ", measuring ..."
+        known += ", waits for the run" if waits else ", tracing ..." if answer.question.card is not None else ", measuring ..."
     capacity = answer.question.capacity
     if capacity is None:
         return _verdict(SEEN, "measured", f"<b>{format_bytes(answer.allocated)}</b> at the peak on {answer.question.place}")
     if capacity == 0:
         return _verdict(BAD, "no room", "the context and what others hold fill the card")
-    fits = False if answer.reserved is None and answer.allocated > capacity else answer.fits
-    word = {True: "fits", False: "does not fit", None: "..." if answer.reserved is None else "close"}[fits]
-    if answer.borrowed and fits is not None:
-        word = "should fit" if fits else "should not fit"
+    fits = answer.will_fit
+    if answer.borrowed:
+        word = {True: "should fit", False: "should not fit", None: "..." if answer.reserved is None else "not sure yet"}[fits]
+    else:
+        word = {True: "fits", False: "does not fit", None: "..."}[fits]
     says = f"{_about(answer)}<b>{format_bytes(answer.allocated)}</b> allocated of {format_bytes(capacity)}"
     if answer.reserved is not None and not answer.borrowed:
         left = capacity - answer.reserved
@@ -322,8 +324,8 @@ def picture(answer: Answer) -> str:
     card = answer.question.card
     where = card.name if isinstance(card, GPU) else str(answer.question.place)
     title = f"one step, measured on {where}" if answer.how == "measured" else f"one step, planned for {where}"
-    if answer.borrowed:
-        title = f"one step, as on {answer.how}"
+    if answer.of is not None:
+        title = f"one step, as on {answer.of.name}"
     capacity = answer.question.capacity
     limit = f"{where}: {format_bytes(capacity)} for PyTorch" if capacity else ""
     return timeline(answer.trace.last_step(), TIMELINE, capacity=capacity or None, limit=limit, title=title)

@@ -18,7 +18,7 @@ from vramlab.tasks import Task
 CHUNKS = (1, 2, 4, 8, 16, 32)
 WIDTH = "7em"
 SLIDERS = {"micro_batch": 64, "accumulation": 16}
-"""Numbers that have a slider too, and how far it reaches at first.
+"""Numbers that have a slider too, and how far it reaches at first, and at least.
 
 The control is the field: it has a name and takes keys everywhere. A slider's handle has no name, and Notebook 7 takes its arrow keys.
 """
@@ -85,14 +85,16 @@ class Switches:
         self._lock = threading.RLock()
         self._held = 0  # while it is above 0, moves are collected
         self._last = ""  # the option that was moved last
+        self._dragged = ""  # the option whose slider is being moved
         self.widgets: dict[str, Any] = {name: self._control(name) for name in SWITCHES if name in names}
         self.sliders = {name: self._slider(name) for name in SLIDERS if name in self.widgets}
+        self._reaches = {name: slider.max for name, slider in self.sliders.items()}  # at first
         self.effective, self.words = w.HTML(), w.HTML(LOOK)
         self._messages = {name: w.VBox([], layout={"display": "none"}) for name in self.widgets}
         for name, widget in self.widgets.items():
             widget.observe(lambda _, name=name: self._on_move(name), "value")
         for name, slider in self.sliders.items():
-            slider.observe(lambda change, name=name: setattr(self.widgets[name], "value", change["new"]), "value")
+            slider.observe(lambda change, name=name: self._on_drag(name, change["new"]), "value")
         self._follow()
 
     @property
@@ -242,13 +244,29 @@ class Switches:
         self._follow()
         self._moved()
 
+    def _on_drag(self, name: str, value: int) -> None:
+        self._dragged = name
+        self.widgets[name].value = value
+        self._dragged = ""
+
+    def _slide(self, name: str, value: int) -> None:
+        """Put the slider where the field is. It reaches as far as at first, or twice as far as the value, if the field does.
+
+        While it is dragged it reaches as far as before, or the handle would leave the pointer; at its left end the handle stays anyway.
+        """
+        slider, first = self.sliders[name], self._reaches[name]
+        if self._dragged == name and slider.min < value <= slider.max:
+            return
+        reach = first if value <= first else min(2 * value, self.widgets[name].max)
+        slider.max = max(reach, slider.max)
+        slider.value = value
+        slider.max = reach  # after the value, which it would cut
+
     def _follow(self) -> None:
         """What depends on the controls: sliders, the effective batch, what has no effect now, what excludes what, the recipe in words."""
         options = self.options
-        for name, slider in self.sliders.items():
-            if options[name] > slider.max:
-                slider.max = 2 * options[name]
-            slider.value = options[name]
+        for name in self.sliders:
+            self._slide(name, options[name])
         total = options["micro_batch"] * options["accumulation"] * (options["ranks"] // options["stages"])
         self.effective.value = f"<span style='white-space:nowrap'>effective batch <b>{total:,}</b></span>"
         if "checkpoint_every" in self.widgets:
