@@ -42,6 +42,16 @@ def test_gradients_that_each_step_releases_and_makes_anew_go_on() -> None:
     assert (found.peak_reserved, found.peak_allocated, found.allocated) == (whole.peak_reserved, whole.peak_allocated, whole.allocated)
 
 
+@pytest.mark.parametrize(
+    ("capacity", "fits", "reserved", "emptied"),
+    [(200 * MiB, True, 110 * MiB, 0), (110 * MiB, True, 110 * MiB, 0), (80 * MiB, True, 60 * MiB, 1), (50 * MiB, False, 110 * MiB, 0)],
+)
+def test_a_card_gives_cached_memory_back_before_a_step_does_not_fit(capacity: int, fits: bool, reserved: int, emptied: int) -> None:
+    step: list[tuple[Hashable, int]] = [("a", 50 * MiB), ("a", -50 * MiB), ("b", 60 * MiB), ("b", -60 * MiB)]
+    allocator, found = steady.on_card(rows(step), capacity)
+    assert (found, allocator.peak_reserved, allocator.retries) == (fits, reserved, emptied)
+
+
 @settings(max_examples=100, deadline=None)
 @given(sizes=st.lists(st.integers(1, 60), min_size=2, max_size=8), order=st.randoms(use_true_random=False))
 def test_any_step_again_and_again_is_the_step_written_out(sizes: list[int], order: object) -> None:

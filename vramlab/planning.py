@@ -370,13 +370,8 @@ class Plan:
     """How often the allocator had to empty its cache to fit, which costs time."""
 
     def __post_init__(self) -> None:
-        roomy = steady.replay(steady.rows_of(self.trace.events), CachingAllocator()).peak_reserved
-        limited = self._replayed() if roomy > self.capacity else None
-        for name, value in (
-            ("fits", limited is not None or roomy <= self.capacity),
-            ("reserved", limited.peak_reserved if limited is not None else roomy),
-            ("retries", limited.retries if limited is not None else 0),
-        ):
+        allocator, fits = steady.on_card(steady.rows_of(self.trace.events), self.capacity)
+        for name, value in (("fits", fits), ("reserved", allocator.peak_reserved), ("retries", allocator.retries)):
             object.__setattr__(self, name, value)
 
     def for_rank(self, rank: int, traced: int) -> Plan:
@@ -390,13 +385,6 @@ class Plan:
     def _distinct(self) -> list[Plan]:
         """The plans of the ranks that were run."""
         return [plan for plan in self.ranks if plan.rank == plan.traced]
-
-    def _replayed(self, expandable_segments: bool = False) -> CachingAllocator | None:
-        """The allocator of a card of this capacity after many steps; None if it runs out of memory."""
-        try:
-            return steady.replay(steady.rows_of(self.trace.events), CachingAllocator(self.capacity, expandable_segments))
-        except OutOfMemoryError:
-            return None
 
     def law(self, micro_batch: int, *, quick: bool = False) -> LawPoint:
         """The same step at another micro-batch, from the law of its sizes. The first call traces four micro-batches to find it.
@@ -513,7 +501,11 @@ class Plan:
         """Whether it fits with ``PYTORCH_ALLOC_CONF=expandable_segments:True``, which leaves fewer holes between blocks."""
         if self.ranks:
             return all(rank.fits_with_expandable_segments for rank in self._distinct)
-        return self._replayed(expandable_segments=True) is not None
+        try:
+            steady.replay(steady.rows_of(self.trace.events), CachingAllocator(self.capacity, expandable_segments=True))
+        except OutOfMemoryError:
+            return False
+        return True
 
     @property
     def capacity(self) -> int:

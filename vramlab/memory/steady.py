@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 
-from vramlab.memory.allocator import CachingAllocator
+from vramlab.memory.allocator import CachingAllocator, OutOfMemoryError
 from vramlab.memory.trace import Events
 
 CALM = 4  # steps without growth after which there will be none
@@ -76,6 +76,17 @@ def replay(rows: Rows, allocator: CachingAllocator) -> CachingAllocator:
         if calm == CALM:
             break
     return allocator
+
+
+def on_card(rows: Rows, capacity: int) -> tuple[CachingAllocator, bool]:
+    """The allocator of a card with so many bytes after many steps, and whether they fit; if not, it is that of a card without end."""
+    roomy = replay(rows, CachingAllocator())
+    if roomy.peak_reserved <= capacity:
+        return roomy, True
+    try:
+        return replay(rows, CachingAllocator(capacity)), True
+    except OutOfMemoryError:
+        return roomy, False
 
 
 def _cycle(rows: Rows) -> _Cycle | None:

@@ -17,7 +17,6 @@ import torch
 from vramlab.experiments import run
 from vramlab.gpus import GPU, gpu
 from vramlab.memory import steady
-from vramlab.memory.allocator import CachingAllocator, OutOfMemoryError
 from vramlab.memory.law import MemoryLaw
 from vramlab.memory.report import Change
 from vramlab.memory.trace import Category, MemoryBreakdown, MemoryTrace, Phase
@@ -465,15 +464,9 @@ def moved(trace: MemoryTrace, of: GPU, card: GPU) -> MemoryTrace:
 def replayed(answer: Answer) -> Answer:
     """The answer with what the allocator reserves for its trace on the question's card, and whether that fits, as a `Plan` finds it."""
     capacity = answer.question.capacity or 0
-    rows = steady.rows_of(answer.trace.events)
-    reserved = steady.replay(rows, CachingAllocator()).peak_reserved
-    fits: bool | None = reserved <= capacity
-    if not fits:
-        with suppress(OutOfMemoryError):
-            reserved, fits = steady.replay(rows, CachingAllocator(capacity)).peak_reserved, True
-    if answer.borrowed and abs(capacity - reserved) <= CLOSE * reserved:
-        fits = None
-    return replace(answer, reserved=reserved, fits=fits)
+    allocator, fits = steady.on_card(steady.rows_of(answer.trace.events), capacity)
+    unsure = answer.borrowed and abs(capacity - allocator.peak_reserved) <= CLOSE * allocator.peak_reserved
+    return replace(answer, reserved=allocator.peak_reserved, fits=None if unsure else fits)
 
 
 def settled(since: float, seconds: float = 0.7) -> bool:
